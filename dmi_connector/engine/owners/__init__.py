@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the owners. An owner decides where the rows of an engine are stored, and everything that depends on it."""
+"""Lists the owners. An owner keeps the rows of an engine. A row has all captured values of one token."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def asked(vllm_config: VllmConfig) -> str:
-    """The option `owner`; "" if the rest of the configuration determines the owner."""
+    """The option `owner`. "" if it is not set: the rest of the configuration then determines the owner."""
     transfer = vllm_config.kv_transfer_config
     extra = None if transfer is None else transfer.kv_connector_extra_config
     return str(extra.get("owner", "")) if isinstance(extra, dict) else ""

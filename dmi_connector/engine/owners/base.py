@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the interfaces of owners of rows.
+"""Defines the interfaces of owners. An owner keeps the rows of an engine. A row has all captured values of one token.
 
-`Owner` is the interface for an engine, `RowSlots` for the scheduler, `RowMemory` for a worker. The rest of the engine
-uses these interfaces only.
+`Owner` is the interface for a whole engine, `RowSlots` for its scheduler, and `RowMemory` for its workers. The rest of
+`engine` uses only these interfaces. A slot is the index of a row. "vLLM's slots" are those of its KV cache.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Captured(Protocol):
 
 
 class RowMemory(Protocol):
-    """A worker's memory of rows. It is registered under `CaptureContext.cache_layer` among vLLM's layers.
+    """The memory of one worker's rows. It is registered among vLLM's layers, under `CaptureContext.cache_layer`.
 
     row_dtype: dtype of the model. step: metadata of the running batch (query starts and vLLM's slots), None before the
-    first batch. poisons: whether the rows of a step are filled with UNWRITTEN before its forward. unpoisoned: slots of
-    the step whose rows are not filled yet. scores: memory to which each forward copies its scores; None without probes,
-    and before vLLM has allocated its cache.
+    first batch. poisons: whether the rows of a step are filled with UNWRITTEN (model/coverage.py) before its forward.
+    unpoisoned: slots of the step whose rows are not filled yet. scores: host memory to which each forward copies the
+    scores of probes; None without probes, and before vLLM has allocated its cache.
     """
 
     row_dtype: torch.dtype
@@ -91,42 +91,42 @@ class RowMemory(Protocol):
 
     @property
     def pages(self) -> int:
-        """Number of pages of a pool, without the null page. 0 for rows in vLLM's blocks."""
+        """Number of pages of a pool, without the null page. 0 if rows are in vLLM's blocks."""
 
     @property
     def rows(self) -> torch.Tensor | None:
         """uint8 [slots, row_bytes]. None until there is memory, as in vLLM's profiling run."""
 
     def rows_and_slots(self, forward: ForwardContext, first: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(rows, int64 slots of the tokens of this forward; padding is negative). None if nothing is written.
+        """(`rows`, int64 slots of this forward's tokens, negative without a row). None if the forward writes no rows.
 
         first: whether this is the first tap of a forward.
         """
 
     @property
     def cache_slots(self) -> int:
-        """Number of slots of vLLM's cache, for the layer whose slots index the scores."""
+        """Number of vLLM's slots in the layer whose slots index the scores."""
 
     @property
     def step_tokens(self) -> int:
-        """Maximum tokens per step with a pool, whose rows stay after vLLM has freed their tokens' slots; else 0."""
+        """With a pool: maximum number of tokens per step, for the additional lines of `HostScores`. Otherwise 0."""
 
     def slots_in_cache(self, forward: ForwardContext) -> torch.Tensor:
-        """vLLM's slots of the tokens of this forward, in the layer of `cache_slots`: int64; negative for padding."""
+        """vLLM's slots of this forward's tokens, in the layer of `cache_slots`: int64, negative for padding."""
 
     def place(self, table: np.ndarray) -> None:
         """Change entries of the table of a pool, see `StepMetadata.table`."""
 
     def poison_step(self) -> None:
-        """Fill the rows of the step with UNWRITTEN, once. Call it before the forward, and after freed rows are read."""
+        """Fill the rows of the step with UNWRITTEN, once. Call it before the forward, after freed rows are read."""
 
 
 class RowSlots(ABC):
-    """The scheduler's half: the slots of the rows of a request, and how long they are kept.
+    """The scheduler half: computes the slots of a request's rows, and decides how long the rows are kept.
 
-    block_size: slots per block of vLLM's cache group `group`, whose blocks are in `Tracked.blocks`. eager: whether the
-    scheduler records the blocks of a step, and calls `cover`, before the forward of the step. stays: whether rows of an
-    ended request stay until they are gathered.
+    group: the cache group of vLLM whose blocks are in `Tracked.blocks`. block_size: slots per block of this group.
+    eager: whether the scheduler records the blocks of a step, and calls `cover`, before the forward of the step. stays:
+    whether rows of an ended request stay in memory until workers have gathered (copied) them.
     """
 
     eager: ClassVar[bool] = False
@@ -154,11 +154,11 @@ class RowSlots(ABC):
 
     @abstractmethod
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """The connector's `get_num_new_matched_tokens`. computed: tokens of the request that the prefix cache has."""
+        """The result of `get_num_new_matched_tokens`. computed: number of the request's tokens in the prefix cache."""
 
     @abstractmethod
     def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
-        """A request was preempted. Writes to the step's message what happens to its rows.
+        """A request was preempted. Writes to the step's message what workers must do with its rows.
 
         computed: number of its computed tokens, 0 if it was in no step since the last check for full chunks. Returns
         the position up to which its rows exist.
@@ -166,7 +166,7 @@ class RowSlots(ABC):
 
     @abstractmethod
     def ended(self, request: Request, blocks: list[int], waiting: bool, others: bool) -> bool:
-        """A captured request ended. Returns whether vLLM keeps its blocks until the workers report it.
+        """A captured request ended. Returns whether vLLM keeps its blocks until the workers report the request.
 
         waiting: whether staging memory is short (`Tracker.keep_rows`). others: whether other captured requests run.
         """
@@ -182,14 +182,14 @@ class RowSlots(ABC):
         return None
 
     def lost(self, captures: Iterable[int]) -> None:  # noqa: B027
-        """Rows of these captures are missing, so none are borrowed from them."""
+        """These captures lack rows, so no request may borrow from them."""
 
     def stored(self, path: str, whole: bool) -> None:  # noqa: B027
         """A capture has ended. path: path of its store. whole: whether the store exists and has all rows."""
 
     def handed(self, tracked: Captured, stop: int, rows: int) -> None:  # noqa: B027
-        """Rows of positions below `stop` were handed to the workers. rows: number of rows handed since the start,
-        including these.
+        """Rows of positions below `stop` were handed to the workers. rows: number of rows handed over since the
+        engine's start, including these.
         """
 
     def captured(self, tracked: Captured) -> int:
@@ -198,15 +198,15 @@ class RowSlots(ABC):
 
     def cover(self, output: SchedulerOutput, gathered: int) -> Iterable[tuple[Captured, int]]:
         """Allocate slots for the rows of this step, if `eager`. gathered: number of rows that the workers have gathered
-        since the start.
+        since the engine's start.
 
-        Returns (request, its number of tokens after the step) of requests whose rows cannot wait for the next check for
-        full chunks. Their rows are handed over after the checks of this step.
+        Returns (request, number of its computed tokens after the step) of requests whose rows cannot wait for the next
+        check for full chunks. Their full chunks are handed over in this step.
         """
         return ()
 
     def look(self, running: Sequence[Captured], scheduled: Mapping[str, int]) -> None:  # noqa: B027
-        """Check running requests, once every few steps. scheduled: request -> tokens in this step."""
+        """Called with the running requests, once every few steps. scheduled: request id -> tokens in this step."""
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:  # noqa: B027
         """Complete the message of a step that vLLM has planned."""
@@ -219,14 +219,14 @@ class RowSlots(ABC):
         return {}
 
     def take_counts(self) -> dict[str, int]:
-        """Increases since the last call, by key of `metrics.COUNTERS`."""
+        """Increases of counters since the last call, by key of `metrics.COUNTERS`."""
         return {}
 
     def sized(self, pages: int) -> None:  # noqa: B027
         """Set the number of pages of the workers' pools, see `RowMemory.pages`."""
 
     def close(self) -> None:  # noqa: B027
-        """Release files. Called when the engine shuts down, after its workers."""
+        """Release files. Called when the engine shuts down, after its workers have shut down."""
 
     @abstractmethod
     def freed(self, request_ids: Iterable[str]) -> None:
@@ -234,7 +234,7 @@ class RowSlots(ABC):
 
     @abstractmethod
     def take_release(self) -> bool:
-        """Whether rows must be exported before the next forward, because blocks were freed. Reading it resets it."""
+        """Whether rows must be exported before the next forward, because blocks were freed. The call resets this."""
 
     @abstractmethod
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
@@ -242,10 +242,11 @@ class RowSlots(ABC):
 
 
 class Owner(ABC):
-    """Where the rows of an engine are stored, and what depends on it. It has no state.
+    """Determines where the rows of an engine are. An owner has no state.
 
-    name: as in `capture_args` and in stores. models: classes that replace models of vLLM, {name in vLLM's registry:
-    "module:class"}. `models.py` registers them with vLLM and sets their `capturing`.
+    name: the owner's name in `capture_args` and in stores. models: classes that replace models of vLLM, {name in vLLM's
+    registry: "module:class"}. `plugin.py` registers these names with vLLM, and `models.py` sets `capturing` of the
+    classes.
     """
 
     name: ClassVar[str]
@@ -258,19 +259,19 @@ class Owner(ABC):
     # ---- at start ---------------------------------------------------------------------------------------------------
 
     def features(self, vllm_config: VllmConfig) -> list[str]:
-        """The features of vLLM that it uses, keys of `contract_names.NAMES`."""
+        """The features of vLLM that this owner uses, keys of `contract_names.NAMES`."""
         return []
 
     @abstractmethod
     def check(self, vllm_config: VllmConfig) -> None:
-        """Raises ValueError for a configuration that it does not support. The message names the fix."""
+        """Raises ValueError for a configuration that this owner does not support. The message names the fix."""
 
     def ignored(self, vllm_config: VllmConfig, context: Context) -> str:
-        """A sentence that names settings without effect, or ""."""
+        """A warning that names settings without effect; "" if there are none."""
         return ""
 
     def remedy(self, error: str) -> str:
-        """The fix if vLLM refuses a request with this error, or ""."""
+        """The fix for a request that vLLM refuses with this error; "" if this owner knows none."""
         return ""
 
     # ---- the tapped model -------------------------------------------------------------------------------------------
@@ -294,8 +295,8 @@ class Owner(ABC):
 
     @abstractmethod
     def row_slots(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> RowSlots:
-        """The scheduler's half. Raises ValueError if the cache has no layer for rows."""
+        """Make the scheduler half. Raises ValueError if the cache has no layer for rows."""
 
     @abstractmethod
     def row_memory(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> RowMemory:
-        """The worker's half, once vLLM has allocated its caches. Raises ValueError for an unknown layout."""
+        """The worker half. Called after vLLM has allocated its caches. Raises ValueError for an unsupported layout."""

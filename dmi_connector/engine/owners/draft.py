@@ -70,9 +70,9 @@ class Draft(Paged):
     def before_scheduler(self, vllm_config: VllmConfig) -> None:
         """V1 runner: let vLLM's scheduler plan no draft tokens, because the proposer proposes none (replaced.py).
 
-        vLLM 0.33 turns the schedule off for this runner, and a configuration may lack it. A request with one token left
-        to compute, such as the last one after a prefix-cache hit, would then be scheduled with a draft token. It would
-        have two rows of logits, and `LogitsExport` expects one per request.
+        vLLM 0.33 turns num_speculative_tokens_per_batch_size off for this runner, and a configuration may lack it. A
+        request with one token left to compute, such as the last one after a prefix-cache hit, would then be scheduled
+        with a draft token. It would have two rows of logits, and `LogitsExport` expects one per request.
         """
         if not vllm_config.use_v2_model_runner:
             assert vllm_config.speculative_config is not None
@@ -82,7 +82,7 @@ class Draft(Paged):
         """Raise ValueError if chunked prefill is off and the longest prompt does not fit into a step.
 
         For latent attention on a CPU, vLLM turns chunked prefill off and raises max_num_batched_tokens. But with a
-        draft model, vLLM has already set the scheduler's limit.
+        draft model, vLLM has already set the scheduler's limit (max_num_scheduled_tokens) to the lower value.
         """
         scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
         limit = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
@@ -117,7 +117,7 @@ class Draft(Paged):
         return "give --owner target" if "speculative decoding" in error else ""
 
     def attach(self, model: nn.Module, context: Context) -> None:
-        """Give the model the attributes of EAGLE-3's interface, which vLLM requires with this draft. Taps ignore it."""
+        """Give the model EAGLE-3's attributes. vLLM requires these attributes with this draft, and taps ignore them."""
         if not getattr(model, "supports_eagle3", False):
             for name, value in {
                 "supports_eagle3": True,

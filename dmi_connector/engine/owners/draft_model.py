@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the cache-only draft model that owns rows."""
+"""Defines the cache-only draft model that holds the rows of owner "draft"."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """Stores rows in pages of vLLM's cache: a separate cache layer (row_cache.py) holds one row per cached token.
 
 The layer has the same blocks as the attention layers. So a row has the same slot as its token's keys and values. A
-prefix-cache hit also finds the row. A preempted or ended request loses both at the same time.
+prefix-cache hit also finds the rows. A preempted or ended request loses its rows together with its keys and values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dmi_connector.engine.owners.base import Captured, Context
 
 HELD = 1 / 16
-"""Fraction of the cache that blocks of ended requests may hold while their rows are pending."""
+"""Maximum fraction of the cache's blocks that are kept for ended requests with pending rows."""
 
 
 class PagedSlots(RowSlots):
@@ -54,7 +54,7 @@ class PagedSlots(RowSlots):
 
         Rows after the last full chunk are computed again.
 
-        In an engine that may sleep, no row counts as exported, because the engine may sleep first.
+        In an engine that may sleep, no row counts as exported, because the engine may sleep before the export.
         """
         metadata.preempted.append(tracked.capture)
         return 0 if self._context.may_sleep else computed
@@ -68,9 +68,9 @@ class PagedSlots(RowSlots):
     def _keeps(self, blocks: int, waiting: bool, others: bool) -> bool:
         """Whether the blocks of an ended request are kept.
 
-        If staging memory is short (`waiting`), policy "block" keeps them, because reusing them would stall the GPU, and
-        policy "drop" does not. If it is not short, they are kept within the limit HELD while other captured requests
-        run. Otherwise they are not kept, because vLLM may run only one more step.
+        If staging memory is short (`waiting`), policy "block" keeps the blocks, because reusing them would stall the
+        GPU. Policy "drop" does not. If staging memory is not short, blocks are kept within the limit HELD while other
+        captured requests run. Without such requests they are not kept, because vLLM may run only one more step.
         """
         if not blocks or not self.keep:
             return False
@@ -89,8 +89,8 @@ class PagedSlots(RowSlots):
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         """Let a reset of the prefix cache free the kept blocks: vLLM refuses the reset while a block is in use.
 
-        Their rows are exported before the next forward. Workers still report the requests afterwards, and vLLM then
-        frees the blocks again, which has no effect.
+        The rows in these blocks are exported before the next forward. Workers still report the requests afterwards.
+        vLLM then frees the blocks again, which has no effect.
         """
         reset = kv_cache_manager.reset_prefix_cache
 

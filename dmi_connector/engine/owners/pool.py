@@ -11,16 +11,17 @@ The slot of a row depends on its request and position, never on the batch:
                 every tap: rows[slots[token]] = values; slot -1 (a token without a row) is skipped
                 later: chunks of rows -> staging memory -> ring, as for the other owners
 
-All of this runs on the engine's stream, so a page is overwritten only after its rows were gathered. If a step reuses
-pages with pending rows, its message says how many rows must be gathered before the forward (`StepMetadata.need`).
+Taps, gathers and changes of the table run on the engine's CUDA stream, so a page is overwritten only after its rows
+were gathered. If a step reuses pages with pending rows, its message says how many rows must be gathered before the
+forward (`StepMetadata.need`).
 
-A request is admitted when the pool has pages for the maximum number of rows that it holds at a time, not counting the
-prompt tokens of the step (`PoolSlots.most`). With `keep_if`, these are pages for all of its rows
-(`StepLimits.room_of_all`). A step may have more prompt tokens than the pool has rows. So, while prompts are captured,
-the scheduler half lowers vLLM's token budget to the pages that admitted requests leave. A page is then free whenever
-one is needed, and no admitted request waits for another.
+When a request is admitted, pages are reserved for the maximum number of rows that it holds at a time
+(`PoolSlots.most`), or with `keep_if` for all of its rows (`StepLimits.room_of_all`). Only the prompt tokens of a step
+have no reserved pages, and a step may have more of them than the pool has rows. So, while prompts are captured, the
+scheduler half lowers vLLM's token budget of a step to the rows in unreserved pages. A page is then free whenever one is
+needed, and no admitted request waits for another.
 
-The pool does not keep rows of cached tokens. A captured request borrows them from an earlier capture
+The pool does not keep rows of tokens in the prefix cache. A captured request borrows these rows from an earlier capture
 (pool_borrowing.py), or computes the tokens again.
 """
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from dmi_connector.settings import ServerOptions
 
 LARGE_ROW = 500_000
-"""Bytes of a row above which chunks have fewer rows. Each request holds up to a chunk of rows in the pool."""
+"""Bytes of a row above which chunks have fewer rows by default. A request holds up to a chunk of rows in the pool."""
 _CHUNK, _SHORT_CHUNK = 64, 32
 """Default `chunk_tokens` for rows of up to LARGE_ROW bytes, and for larger rows."""
 

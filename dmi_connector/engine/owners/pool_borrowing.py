@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits prefix-cache hits of a captured request to tokens whose rows it has, or borrows from an earlier capture.
 
-vLLM tells the connector the length of a hit, which the connector cannot shorten. If the hit has tokens whose rows are
-missing, the request waits for the next scheduling pass. At the end of the current pass its block hashes are cut,
-because vLLM looks up only as many blocks as a request has hashes. By then, rows of requests that began in the pass were
-handed to the workers. So with n > 1, the other child requests find the rows of the first one.
+vLLM tells the connector the length of a hit, and the connector cannot shorten the hit. If the hit has tokens whose rows
+are missing, the request waits for the next scheduling pass. At the end of the current pass, the last block hashes of
+the request are removed: vLLM looks up only as many blocks as a request has hashes. By then, rows of requests that began
+in this pass were handed to the workers. So with n > 1, the other child requests can borrow the rows of the first child.
 
-While the request of a source runs, the coordinator keeps its store until borrowed rows are copied: the message that
-names the borrower precedes the message that ends the capture. When that request ends, a running borrower replaces it as
-the source. Without one, hard links hold the finished store (pool_holds.py). A new borrower waits up to _WAIT_S until
-the store is finished.
+A source is a capture whose rows others may borrow (pool_sources.py). While its request runs, the coordinator keeps its
+store until borrowed rows are copied: the message that names the borrower precedes the message that ends the capture.
+When the request ends, a running borrower replaces it as the source. If no borrower runs, a new borrower waits up to
+_WAIT_S until the store is finished. Hard links then keep the files of this store (pool_holds.py).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _WAIT_S = 1.0
 class CacheReads:
     """How one captured request reads the prefix cache.
 
-    source: the request's own capture, from which others may borrow. borrow: (source, position up to which the request
-    borrows its rows) if it is scheduled now. held: path of the links to the store of `held_source`, or "". hit: the
-    most cached tokens that vLLM found since the request last ran. begun: whether it was ever scheduled. recomputed:
-    number of cached tokens that it computed again. hidden: block hashes that `cut` removed, which follow the first
-    `kept` ones.
+    source: the request's own capture, from which others may borrow. borrow: (another source, position up to which the
+    request borrows its rows), if the request is scheduled in this pass. held: path of the links to the store of
+    `held_source`, or "". hit: the most cached tokens that vLLM found since the request last ran. begun: whether the
+    request was ever scheduled. recomputed: number of cached tokens that it computed again. hidden: block hashes that
+    `cut` removed, which follow the first `kept` ones.
     """
 
     tracked: Captured
@@ -71,7 +71,7 @@ class CacheReads:
         del hashes[count:]
 
     def shorter(self, hit: int, size: int) -> int:
-        """Number of blocks by which a hit is shorter than the hashes that `cut` left; -1 if none are cut.
+        """Number of blocks by which a hit is shorter than the hashes that `cut` left; -1 if no hashes are cut.
 
         hit: number of cached tokens. size: tokens per hash.
         """
@@ -89,8 +89,9 @@ class CacheReads:
 class Borrowing:
     """Decides how captured requests read the prefix cache, and which rows they borrow.
 
-    block_size: tokens per block, used as tokens per hash until `bind`. If hits may end inside a block, hashes do not
-    give the length of a hit. Then a request that needs rows of the hit computes all its tokens again.
+    block_size: tokens per block, used as tokens per hash until `bind`. If hits may end inside a block, the number of
+    hashes does not determine the length of a hit. A request that needs rows of such a hit computes all its tokens
+    again.
     """
 
     def __init__(self, context: Context, block_size: int) -> None:
@@ -129,14 +130,14 @@ class Borrowing:
 
     def _find(self, reads: CacheReads, top: int) -> tuple[Source, int] | None:
         """(source, position up to which a request can borrow its rows), None without a source. A request that was
-        scheduled before has its own rows. `keep_if` needs the scores of all rows, and borrowed rows have none.
+        scheduled before has its own rows. `keep_if` needs scores of all rows, and borrowed rows have no scores.
         """
         if reads.begun or self._part_hits or reads.tracked.params.keep_if is not None:
             return None
         return self.sources.find(reads.source, reads.request, top)
 
     def _hold(self, reads: CacheReads, source: Source) -> bool:
-        """Keep the store of a source until its rows are copied. Returns whether that is ensured now."""
+        """Keep the store of a source until its rows are copied. Returns whether the store is kept."""
         if source is reads.held_source and reads.held:
             return True
         self._release(reads)
@@ -170,7 +171,7 @@ class Borrowing:
             stop = low if found is None else found[1]
             if stop < size or self._part_hits:
                 nothing.append(reads.request)
-            elif stop < top or top == hit:  # otherwise all rows that it wants of the hit can be borrowed now
+            elif stop < top or top == hit:  # otherwise all wanted rows of the hit can be borrowed now
                 reads.cut(stop // size + self._dropped)
         self._later.clear()
         return nothing

@@ -7,11 +7,11 @@ from collections import deque
 
 
 class Pages:
-    """The pages of a pool, by number. The caller gives pages back in the order in which it hands out their rows.
+    """The pages of a pool, by number. The caller gives pages back in the order in which it hands over their rows.
 
-    count: number of pages. Page 0 is not counted: the torch twins of kernels write to it the values of tokens without a
-    row. free: pages without rows. `_handed`: (n, page) for each page whose rows may be pending. The page is free once
-    workers have gathered n rows since the start.
+    count: number of pages. Page 0 is not counted: on a CPU, values of tokens without a row are written to it. free:
+    pages without rows. `_handed`: (n, page) for each page whose rows may be pending. The page is free once workers have
+    gathered n rows since the start.
     """
 
     def __init__(self, count: int) -> None:
@@ -21,9 +21,9 @@ class Pages:
         self._need = 0
 
     def take(self) -> int:
-        """Allocate a page. If none is free, it is the page that will be free next, see `take_need`.
+        """Allocate a page. If no page is free, this is the page that will be free next, see `take_need`.
 
-        Raises RuntimeError if there is no page. Admission of requests prevents that.
+        Raises RuntimeError if there is no page. The admission of requests prevents this case.
         """
         if self.free:
             return self.free.popleft()

@@ -18,16 +18,17 @@ R = TypeVar("R", bound=Waiting)
 
 @dataclass
 class Head(Generic[R]):
-    """The request that is admitted next; `request` is None if any may be.
+    """The request that is admitted next; `request` is None if any request may be.
 
-    Requests that need fewer pages than another one could overtake it forever. So if the pool has too few pages for it,
-    it becomes the head, and the others wait.
+    Requests that need few pages could overtake a larger request forever. So when the pool has too few pages for a
+    larger request, this request becomes the head, and the others wait.
 
-    vLLM does not ask for a request that waits for something else, such as a slot of its LoRA adapter. Others would wait
-    for it without need. So it is no longer the head after a pass in which vLLM asked only for others.
+    vLLM does not ask for a head that waits for something else, such as a slot of its LoRA adapter. The others would
+    then wait without need. So a request is no longer the head after a scheduling pass in which vLLM asked only for
+    others.
 
     smallest: number of pages of the smallest request that has arrived. own: whether vLLM asked for the head in this
-    pass. others: whether it asked for other requests that wait.
+    pass. others: whether vLLM asked for other waiting requests in this pass.
     """
 
     smallest: int

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hard links to finished stores from which requests borrow rows. They exist until the borrower's store is finished.
+"""Hard links to finished stores from which requests borrow rows. A link exists until the borrower's store is finished.
 
-Users may remove stores at any time. Without links, a store could be removed after a request was promised its rows and
-before writers have copied them.
+Users may remove stores at any time. Without links, a store could be removed after the scheduler chose to borrow its
+rows, and before writers have copied them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dmi_connector.store.format.paths import leaves_store
 logger = init_logger("vllm.dmi_connector")
 
 PREFIX = ".dmi-held-"
-"""Prefix of directories in a store directory. Each engine that currently borrows rows has one, and locks it."""
+"""Prefix of directories in a store directory. Each engine that borrows rows has one such directory, and locks it."""
 
 
 class Holds:
@@ -42,7 +42,7 @@ class Holds:
         """Link all files of a finished store. Returns the path of the new directory, which has the store's name.
 
         Raises FileNotFoundError if a file of the store is missing, another OSError if hard links are not supported, and
-        ValueError if the root document is damaged.
+        ValueError if the store's zarr.json is damaged.
         """
         if not self._held:
             self._root = tempfile.mkdtemp(prefix=PREFIX, dir=self._store_dir)

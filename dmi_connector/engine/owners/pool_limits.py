@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from dmi_connector.engine.owners.base import Captured
 
 PAGE = 16
-"""Positions per page, if vLLM's block size is a multiple of it. A page never spans two blocks."""
+"""Positions per page, if vLLM's block size is a multiple of PAGE. A page never spans two blocks."""
 _PROMPT_TOKENS = 256
-"""Prompt tokens in the smallest budget of a step, in addition to the tokens of decoding requests. See `block` below."""
+"""Prompt tokens in the smallest budget of a step, beside the tokens of decoding requests. `block` may raise it."""
 
 
 def page_size(block_size: int) -> int:
@@ -29,12 +29,12 @@ def page_size(block_size: int) -> int:
 class StepLimits:
     """Limits of a step of vLLM's scheduler.
 
-    scheduler: vLLM's scheduler configuration, whose `max_num_batched_tokens` vLLM reads at the beginning of each step.
-    stock: its value at start. tokens: maximum tokens of a step. requests: maximum number of running requests.
-    of_request: maximum tokens of a decoding request per step, including draft tokens. whole: whether chunked prefill is
-    off, for prompts or for images in them; the budget is then never lowered. block: tokens per block in hybrid models
-    whose states are cached, otherwise 0. In these models vLLM ends parts of prompts at block boundaries, so a step with
-    room for less than a block would compute nothing. longest: maximum tokens of a request.
+    scheduler: vLLM's scheduler configuration, whose `max_num_batched_tokens` (the budget) vLLM reads at the beginning
+    of each step. stock: the budget at start. tokens: maximum tokens of a step. requests: maximum number of running
+    requests. of_request: maximum tokens of a decoding request per step, including draft tokens. whole: whether chunked
+    prefill is off, for prompts or for images in them; the budget is then never lowered. block: tokens per block in
+    hybrid models whose states are cached, otherwise 0. In these models vLLM splits prompts only at block boundaries, so
+    a step with room for less than a block would compute nothing. longest: maximum tokens of a request.
     """
 
     scheduler: Any
@@ -65,22 +65,23 @@ class StepLimits:
         return cls(scheduler, tokens, scheduler.max_num_seqs, of_request, whole, block, longest)
 
     def floor(self, requests: int) -> int:
-        """The smallest budget of a step while prompts are captured, in tokens. requests: number that may run."""
+        """The smallest budget of a step while prompts are captured, in tokens. requests: how many requests may run."""
         if self.whole:
             return self.tokens
         return min(self.tokens, requests * self.of_request + self.prompt)
 
     @property
     def prompt(self) -> int:
-        """Prompt tokens that the smallest budget has room for."""
+        """Number of prompt tokens in the smallest budget."""
         return max(_PROMPT_TOKENS, self.block)
 
     @property
     def reserve(self) -> int:
-        """Tokens of a step for which pages stay free of admitted requests.
+        """Number of tokens of a step whose pages are not reserved for admitted requests.
 
-        They are those of the present budget, and at least those of the smallest budget with as many requests as may
-        run. With fewer, the budget could fall below the tokens of the running requests when more requests run.
+        This is the present budget, but at least the smallest budget with the maximum number of running requests. If
+        only the present requests were counted, the budget could fall below the tokens of the running requests once more
+        requests run.
         """
         return max(min(self.tokens, self.scheduler.max_num_batched_tokens), self.floor(self.requests))
 
@@ -90,22 +91,22 @@ class StepLimits:
         return STEPS_TOGETHER * self.of_request
 
     def pages_of_request(self, chunk: int, size: int = PAGE, aligned: bool = True) -> int:
-        """Maximum pages that a request has at a time, without those for its prompt tokens of one step.
+        """Maximum number of pages that a request has at a time, without those for its prompt tokens of one step.
 
-        While it decodes, they hold an incomplete chunk, the tokens of two steps whose results are not known yet, the
-        tokens of this step, and those until the next `look`. While its prompt is computed, they hold the incomplete
-        chunk before the step, the tokens until the next `look`, and the rest of the last page. aligned: whether chunks
-        begin at page boundaries.
+        While the request decodes, its pages hold an incomplete chunk, the tokens of two steps whose results are not
+        known yet, the tokens of this step, and those until the next `look`. While its prompt is computed, they hold the
+        incomplete chunk before the step, the tokens until the next `look`, and the rest of the last page. chunk: rows
+        per chunk. size: positions per page. aligned: whether chunks begin at page boundaries.
         """
         decoding, prompt = chunk - 1 + 3 * self.of_request + self.lookahead, chunk - 1 + self.lookahead + size - 1
         most = max(decoding, prompt)
         return -(-most // size) if aligned else pages_of(most, size)
 
     def room_of_all(self, tracked: Captured, size: int = PAGE) -> tuple[int, int]:
-        """(first position whose row gets no slot, number of pages) of a request whose rows all wait until it ends.
+        """(first position whose row gets no slot, number of pages) for a request whose rows all stay until it ends.
 
-        Draft tokens may follow its last token, and so may tokens of a step that was planned before the end was known.
-        The number of tokens in later turns of a session is not known.
+        Its last token may be followed by draft tokens, and by tokens of a step that was planned before the end was
+        known. For a session, the number of tokens in later turns is not known.
         """
         request, params = tracked.request, tracked.params
         stop = self.longest if params.stop is None else min(self.longest, params.stop)
@@ -115,15 +116,15 @@ class StepLimits:
         return stop, max(0, -(-stop // size) - params.start // size)
 
     def pages_of_step(self, tokens: int, size: int = PAGE) -> int:
-        """Pages for `tokens` prompt tokens of a step, in addition to the pages reserved for admitted requests."""
+        """Number of pages for `tokens` prompt tokens of a step, beside the pages reserved for admitted requests."""
         return -(-tokens // size)
 
     def least_pages(self, chunk: int, requests: int = 1) -> int:
-        """Minimum pages of a pool that holds `requests` captured requests at a time, with any other load."""
+        """Minimum number of pages of a pool that holds `requests` captured requests at a time, under any other load."""
         of_request = self.pages_of_request(chunk, aligned=False)
         return self.pages_of_step(self.floor(self.requests)) + requests * of_request
 
 
 def pages_of(rows: int, size: int = PAGE) -> int:
-    """Maximum pages of `rows` consecutive rows. The first row may be anywhere in a page."""
+    """Maximum number of pages of `rows` consecutive rows. The first row may be anywhere in a page."""
     return (rows + size - 2) // size + 1

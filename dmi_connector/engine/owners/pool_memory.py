@@ -31,14 +31,13 @@ _PADDING = 512
 class RowPool(StepRows, nn.Module):
     """A `RowMemory` of pages, registered among vLLM's layers as `CaptureContext.cache_layer`. It has no KV cache.
 
-    rows: uint8 [(1 + pages) * page size, row_bytes]. Page 0 is the null page. For a token without a row, Triton kernels
-    write nothing, and their torch twins write to the null page. table: int64 [slots of vLLM's cache / page size], the
-    page of each page-sized range of vLLM's slots, or -1. It has one entry until vLLM has allocated its cache. slots:
-    int64 [maximum tokens of a step], the slots in `rows` of the tokens of the running step. CUDA graphs use the address
-    of `slots`.
+    rows: uint8 [(1 + pages) * page size, row_bytes]. Page 0 is the null page. For a token without a row, kernels write
+    nothing on a GPU, and to the null page on a CPU. table: int64 [slots of vLLM's cache / page size], the page of each
+    page-sized range of vLLM's slots, or -1. It has one entry until vLLM has allocated its cache. slots: int64 [maximum
+    tokens of a step], the slots in `rows` of the tokens of the running step. CUDA graphs use the address of `slots`.
 
-    With vLLM 0.32 or later, sleep() frees the memory of `rows` (`freed_in_sleep`). It never frees that of `table` and
-    `slots`. A sleep loses no row of a store: rows are exported before it, or computed again after it.
+    With vLLM 0.32 or later, sleep() frees the memory of `rows` (`freed_in_sleep`). It never frees the memory of `table`
+    and `slots`. Stores lose no rows: rows are exported before the sleep, or computed again after it.
     """
 
     def __init__(self, context: Context) -> None:
@@ -118,7 +117,7 @@ class RowPool(StepRows, nn.Module):
         return found
 
     def place(self, table: np.ndarray) -> None:
-        """Change entries of the table on the engine's stream, after all work that was launched before.
+        """Change entries of the table on the engine's CUDA stream, after all work that was launched before.
 
         table: int64 [2, n], the indexes of the entries, then their new pages. The driver copies pageable memory of this
         size before the call returns, so the caller may free `table`.
@@ -144,8 +143,8 @@ def watch_steps(layer: str, pool: RowPool, vllm_config: VllmConfig) -> None:
     """Call `pool.planned` with the metadata of each batch.
 
     Both model runners of vLLM pass the metadata to `build` of the layer's metadata builder, and while they capture a
-    CUDA graph to `build_for_cudagraph_capture`. This function wraps both: the second calls the first, except in a
-    backend that chooses between two.
+    CUDA graph to `build_for_cudagraph_capture`. This function wraps both. By default the second calls the first, but
+    not in a backend that chooses between two builders.
     """
     _watching[layer] = weakref.ref(pool)
     attention: Any = vllm_config.compilation_config.static_forward_context[layer]

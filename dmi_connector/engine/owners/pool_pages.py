@@ -36,9 +36,10 @@ class PoolSlots(RowSlots):
     There are no pages until `sized` is called. blocks: number of blocks of vLLM's cache. cache: bytes of vLLM's cache.
     most: maximum number of pages of a request, in addition to those for its prompt tokens of one step.
 
-    To avoid deadlocks, a request is admitted only if the pool has pages for all admitted requests and for one step.
-    Pages whose rows were handed to the workers count as free, because no request is needed to gather them. A request
-    with `keep_if` needs pages for all its rows. `head` keeps smaller requests from overtaking it forever.
+    To avoid deadlocks, a request is admitted only if the pool has pages for it, for all admitted requests, and for one
+    step. Pages whose rows were handed to the workers count as free, because workers gather these rows even if no
+    request runs. A request with `keep_if` needs pages for all its rows. `head` keeps smaller requests from overtaking a
+    larger request forever.
     """
 
     eager: ClassVar[bool] = True
@@ -121,7 +122,7 @@ class PoolSlots(RowSlots):
         stop = min(stop, rows.stop, tracked.limit, len(tracked.blocks) * self.block_size)
         last = rows.first + len(rows.pages) - 1
         if rows.pages and rows.entries[-1] < 0 and last * self.size < stop and rows.captured < (last + 1) * self.size:
-            self._enter(rows, last, rows.pages[-1])  # it was preempted in the middle of this page
+            self._enter(rows, last, rows.pages[-1])  # the request was preempted in the middle of this page
         while (page := rows.first + len(rows.pages)) * self.size < stop:
             rows.pages.append(self.pages.take())
             rows.entries.append(-1)
@@ -221,7 +222,7 @@ class PoolSlots(RowSlots):
         self._choose_budget()
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Returns None ("ask again later") if the request must wait for pages, or if its hit is too long."""
+        """Returns None ("ask again later") if the request must wait for pages, or for a shorter prefix-cache hit."""
         rows = self._rows.get(request.request_id)
         if rows is None:
             return 0, False
@@ -252,7 +253,7 @@ class PoolSlots(RowSlots):
         self.borrowing.stored(path, whole)
 
     def _admit(self, rows: Rows) -> bool:
-        """Reserve pages for a request, if it has none. Returns whether it may begin in a step of the present budget."""
+        """Reserve pages for a request that has none. Returns whether it may begin in a step of the present budget."""
         if not rows.admitted and not self.head.allows(rows):
             return False
         step = self._pages(self.limits.reserve)
@@ -272,9 +273,9 @@ class PoolSlots(RowSlots):
         return self.limits.pages_of_step(tokens, self.size)
 
     def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
-        """Keep its rows: those of the incomplete chunk at the end stay in their pages.
+        """Keep the rows of the request's incomplete last chunk in their pages.
 
-        In an engine that may sleep, these are computed again, because sleep frees the memory of the pool.
+        In an engine that may sleep, these rows are computed again, because sleep frees the memory of the pool.
         """
         request = tracked.request
         rows = self._rows[request.request_id]
@@ -329,7 +330,7 @@ class PoolSlots(RowSlots):
     def _choose_budget(self) -> None:
         """Set the token budget of the next step. While prompts are captured, the pool has a free row for each token.
 
-        Pages stay free for waiting requests, for as many of them as may run and fit beside the smallest budget.
+        The budget leaves pages for waiting requests: for as many of them as may run and fit beside the smallest budget.
         """
         limits, spare = self.limits, self.pages.count - self._admitted_pages
         tokens = limits.tokens
@@ -340,7 +341,7 @@ class PoolSlots(RowSlots):
         limits.scheduler.max_num_batched_tokens = limits.stock if tokens >= limits.tokens else tokens
 
     def _kept(self, pages: int) -> int:
-        """How many of `pages`, the free pages without those of the smallest budget, are left for waiting requests."""
+        """Number of pages to leave for waiting requests. pages: free pages that the smallest budget does not need."""
         if (first := self.head.request) is not None and first.most > self.most:
             return first.most if first.most <= pages else 0
         more = min(self._waiting, max(0, self.limits.requests - self._running), max(0, pages // self.most))

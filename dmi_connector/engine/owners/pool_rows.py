@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 class Rows:
     """The rows of one request in a pool.
 
-    pages: pages of the pool, in order of positions. Page n of a request has its positions from n * size on. first: the
-    n of `pages[0]`. entries: the table entry of each page, -1 for a page that is not in the table. captured: position
-    up to which rows exist after a preemption or borrowing. exported: position up to which rows were handed to the
-    workers. seen: number of computed tokens after the last step that was checked. ahead: position up to which rows get
-    pages as soon as vLLM allocates blocks. stop, most: see `PoolSlots._room`. admitted: whether `most` pages are
-    reserved for it. reads_cache: whether its options allow prefix-cache hits. reads: see `CacheReads`.
+    pages: pages of the pool, in order of positions. Page n of a request begins with its position n * size. first: the n
+    of `pages[0]`. entries: the table entry of each page, -1 for a page that is not in the table. captured: position up
+    to which rows exist after a preemption or borrowing. exported: position up to which rows were handed to the workers.
+    seen: number of computed tokens after the last step that was checked. ahead: position up to which rows get pages as
+    soon as vLLM allocates blocks. stop, most: see `PoolSlots._room`. admitted: whether `most` pages are reserved for
+    the request. reads_cache: whether its options allow prefix-cache hits. reads: see `CacheReads`.
     """
 
     tracked: Captured

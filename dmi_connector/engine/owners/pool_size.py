@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dmi_connector.settings import ServerOptions
 
 _SHARES = ((2_000_000, 0.128), (500_000, 0.095), (0, 0.045))
-"""(bytes, default share of the memory for the cache) for rows of more than these bytes. The first match applies."""
+"""Defaults (bytes, share): a pool with larger rows gets this share of the cache's memory. The first match applies."""
 _GUARANTEED = 16
 """A pool of the default size has room for this many captured requests at a time, with any other load."""
 _STEPS = 2
@@ -49,7 +49,7 @@ def pool_rows(options: ServerOptions, row_bytes: int, limits: StepLimits, vllm_c
 def _cache_bytes(vllm_config: VllmConfig) -> int:
     """Approximate bytes that vLLM will use for its cache. vLLM has built the model, but not measured a step yet.
 
-    On a CPU it is 4 GiB without a given size, although vLLM may use more.
+    On a CPU without a given size, this is 4 GiB, although vLLM may use more.
     """
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes:

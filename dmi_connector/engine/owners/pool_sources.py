@@ -2,8 +2,9 @@
 """Finds captures whose rows other requests can borrow for tokens in vLLM's prefix cache.
 
 vLLM's hash of a block covers all tokens up to the block's end, and everything else that their values depend on: salt,
-LoRA adapter, images. So one entry states that a capture has all rows from its first one to the end of a chunk. Only
-whole chunks are borrowed, because writers copy them in encoded form. Other hits are shortened (pool_borrowing.py).
+LoRA adapter, images. So one entry states that a capture has all rows from its first row to the end of a chunk. Only
+whole chunks are borrowed, because writers copy them in encoded form. A hit that ends inside a chunk is shortened
+(pool_borrowing.py).
 
 When the request of a source ends, a running request that borrowed its rows replaces it as their source.
 """
@@ -35,8 +36,8 @@ class Source:
 
     kind: number of its selection. start: position of its first row. age: number of resets of the prefix cache before it
     began. ended: monotonic time at which its request ended, None before. written: whether a worker reported that its
-    store is finished. gone: whether it lacks rows, or its store was removed. entries: (position up to which it has
-    rows, key of the entry). borrowers: (position up to which it borrows, capture of the same kind).
+    store is finished. gone: whether the capture lacks rows, or its store was removed. entries: (position up to which it
+    has rows, key of the entry). borrowers: (position up to which it borrows, capture of the same kind).
     """
 
     capture: int
@@ -61,9 +62,9 @@ class Source:
 class RowSources:
     """Sources by the hash of the last block of each of their chunks.
 
-    chunk: rows per chunk. hash_size: tokens per hash. alike: whether only captures of the same selection share rows. It
-    is set with several ranks, because the selection determines which rank writes which layers. age: number of resets of
-    the prefix cache. After a reset the model may have other weights. entries: maximum number of chunks.
+    chunk: rows per chunk. hash_size: tokens per hash. alike: whether only captures with the same selection share rows.
+    It is true with several ranks, because the selection determines which rank writes which layers. age: number of
+    resets of the prefix cache. After a reset the model may have other weights. entries: maximum number of chunks.
     """
 
     def __init__(self, chunk: int, hash_size: int, alike: bool, enabled: bool, entries: int = _ENTRIES) -> None:
@@ -119,7 +120,7 @@ class RowSources:
             self._replace(source, by, stop)
 
     def ended(self, source: Source) -> None:
-        """The request of `source` has ended. The last running borrower among those with the most rows replaces it."""
+        """The request of `source` has ended. The running borrower with the most rows (the last such) replaces it."""
         running = [(stop, other) for stop, other in source.borrowers if other.runs and other.age == self.age]
         source.borrowers.clear()
         if running:

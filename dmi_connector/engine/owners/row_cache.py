@@ -50,7 +50,7 @@ class CaptureBackend(stock.CacheOnlyAttentionBackend):
 
 
 class CaptureLayer(StepRows, nn.Module, AttentionLayerBase):
-    """A paged cache layer with one "head" whose vector is a whole row.
+    """A paged cache layer with one "head". The vector of this head is a whole row.
 
     rows: uint8 [slots, row_bytes], a view of the cache; None until vLLM binds it.
     """

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 
 class StepRows:
-    """Mixin of a `RowMemory`: keeps the metadata of the running batch, and fills the batch's rows with UNWRITTEN.
+    """Mixin of a `RowMemory`. It keeps the metadata of the running batch, and may fill the batch's rows with UNWRITTEN.
 
-    poisons: whether the rows of a step are filled with UNWRITTEN before its forward. True until the first captures of
-    an untested version of vLLM were checked (`exporter.FIRST_CAPTURES`), otherwise false. unpoisoned: vLLM's slots of
-    the step, int64 [tokens], until its rows are filled; None afterwards. The other attributes are those of `RowMemory`.
+    poisons: whether the rows of a step are filled with UNWRITTEN (model/coverage.py) before its forward. With an
+    untested version of vLLM, true until the first captures were checked (`exporter.FIRST_CAPTURES`); otherwise false.
+    unpoisoned: vLLM's slots of the step, int64 [tokens], until its rows are filled; None afterwards. The other
+    attributes are those of `RowMemory`.
     """
 
     row_dtype: torch.dtype
@@ -54,7 +55,7 @@ class StepRows:
         """Keep the metadata of a step, and fill its rows if `poisons`.
 
         vLLM's V1 runner builds the metadata after rows of freed blocks were read, so rows are filled at once. The V2
-        runner builds it earlier. The exporter then calls `poison_step`.
+        runner builds it before they are read, so there the exporter calls `poison_step` later.
         """
         self.step = step
         if self.poisons:
@@ -63,7 +64,7 @@ class StepRows:
                 self.poison_step()
 
     def poison_step(self) -> None:
-        """Fill the rows of the step with UNWRITTEN, once. Call it before the forward, and after freed rows are read."""
+        """Fill the rows of the step with UNWRITTEN, once. Call it before the forward, after freed rows are read."""
         slots, self.unpoisoned = self.unpoisoned, None
         if slots is not None and (rows := self.rows) is not None:
             poison(rows, self.places(slots))

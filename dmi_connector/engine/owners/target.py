@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 CHAINS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash")
-"""Methods of `speculative_config` that propose one token per position, so that the rows of a request's accepted tokens
-are in consecutive slots.
+"""Methods of `speculative_config` that propose one draft token per position, so that no two draft tokens share a slot.
 """
 
 
