@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps pass tensors from forward hooks on the model's modules to the custom op that writes rows."""
+"""Taps are forward hooks on the model's modules. They pass tensors to the custom op that writes rows."""

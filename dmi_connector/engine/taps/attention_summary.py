@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps of attention summaries (`pattern`, reduced by attn(m)). They read queries and paged keys after attention.
+"""Taps of attention summaries (hook `pattern`, reduction attn(m)). They read queries and paged keys after attention.
 
 `install` wraps the forward of an attention layer's `impl`. vLLM's opaque attention op calls this forward with the
 metadata of the step, with and without CUDA graphs. When it returns, the keys of the step are in the KV cache.
@@ -37,7 +37,7 @@ def check(attn: nn.Module, layer: int) -> None:
         )
     special = {
         "a sliding window": impl.sliding_window not in (None, -1, (-1, -1), [-1, -1]),
-        "chunks": getattr(attn, "attention_chunk_size", None) is not None,  # vLLM then counts positions in the chunk
+        "chunks": getattr(attn, "attention_chunk_size", None) is not None,  # positions then count from its start
         "ALiBi": impl.alibi_slopes is not None,
         "a logits soft cap": bool(impl.logits_soft_cap),
         "attention sinks": impl.sinks is not None,
@@ -57,7 +57,7 @@ def check(attn: nn.Module, layer: int) -> None:
 
 
 def install(attn: nn.Module, field: RowField, cache_layer: str, coverage: Coverage) -> None:
-    """Make an attention layer write its summary to this step's rows. Raises ValueError, see `check`."""
+    """Make an attention layer write its summary to the rows of each step. Raises ValueError, see `check`."""
     check(attn, field.layer)
     impl: Any = attn.impl
     reduction = field.reduction

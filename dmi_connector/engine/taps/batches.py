@@ -105,10 +105,10 @@ def _calls_before(module: nn.Module) -> list[Callable[..., Any]]:
 class ModelTaps:
     """State that the taps of one model share.
 
-    token: the tensor that all ops take (op.py). context, compilation: as given. deferred: the deferred reductions of
-    the model. ends: whether `dmi::tap_end` has work: deferred reductions, or scores to copy. resting: whether forward
-    hooks do nothing. A draft model may share modules with the target, such as the embedding. `resting` is then true
-    except during the target's own forward (`models.Tapped.dmi_forward`), so the draft's forward writes no rows.
+    token: the tensor that all ops take (op.py). deferred: the deferred reductions of the model. ends: whether
+    `dmi::tap_end` has work: deferred reductions, or scores to copy. resting: whether forward hooks do nothing. A draft
+    model may share modules with the target, such as the embedding. `resting` is then true except during the target's
+    own forward (`models.Tapped.dmi_forward`), so the draft's forward writes no rows.
     """
 
     def __init__(self, model: nn.Module, context: CaptureContext, compilation: Compilation) -> None:
@@ -177,7 +177,7 @@ class ModelTaps:
     def batch(self, layers: Sequence[int]) -> TapBatch:
         """Make the batch of one or several layers."""
         fields = [f for f in self.context.layout.fields if f.layer in layers and in_layer(f)]
-        # Offsets are relative to the smallest of the batch. So equal layers have equal graphs, and vLLM compiles one.
+        # Offsets are relative to the batch's smallest. So equal layers have equal graphs, and vLLM compiles only one.
         return self._batch(str(layers[0]), fields, min(f.offset for f in fields))
 
     def _batch(self, name: str, fields: Sequence[RowField], start: int) -> TapBatch:
@@ -201,7 +201,7 @@ class ModelTaps:
 
 
 class TapBatch:
-    """Values that are written together.
+    """A batch of values that are written together.
 
     tensor: the graph input that identifies `place` (see `stand_for`). fields: the fields added since the last `write`.
     values: a tensor [..., width] for each.
@@ -229,7 +229,7 @@ class TapBatch:
             self.add(row_field, value)
 
     def pause(self, more_compiled: bool, more_eager: bool = False) -> None:
-        """Write the batch, unless it is to be written later with more values.
+        """Write the batch, unless more values will be added before it is written.
 
         more_compiled: whether a compiled model writes it later. more_eager: whether eager mode does.
         """

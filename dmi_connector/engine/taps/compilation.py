@@ -20,8 +20,8 @@ _BACKENDS = ("", "inductor", "eager")
 class Compilation(NamedTuple):
     """How a model is compiled.
 
-    in_place: whether the model may overwrite a value before the tap that writes it to rows. vLLM's own add-and-norm
-    kernel does so (`UnsafeCloneEliminationPass`), and compilers other than Inductor may do so.
+    in_place: whether the model may overwrite a value before a tap writes it to rows. vLLM's own add-and-norm kernel
+    overwrites its inputs (`UnsafeCloneEliminationPass`), and compilers other than Inductor may overwrite values.
     stream_lasts: whether the residual stream before a layer is written to memory in the model's dtype, and not
     overwritten in this forward. products_last: whether the matrix product is the last operation of a linear layer; with
     LoRA it is not. copies: whether each tap reads a copy, as in an untested version of vLLM.
@@ -62,10 +62,10 @@ def is_piecewise(vllm_config: VllmConfig) -> bool:
 
 
 def check_mixers(vllm_config: VllmConfig, hooks: Container[str]) -> None:
-    """Raise ValueError for `mix_proj` if a mixer on a GPU may overwrite it before it is captured.
+    """Raise ValueError for `mix_proj` if a mixer (such as Mamba) on a GPU may overwrite it before it is captured.
 
-    In decode, a mixer writes the result of its convolution over its input projection. vLLM does not declare that. If
-    the graph is not split at mixers, Inductor may copy the projection afterwards.
+    In decode, a mixer overwrites its input projection with the result of its convolution. vLLM does not declare this
+    mutation. So if the graph is not split at mixers, Inductor may copy the projection after it was overwritten.
     """
     from vllm.config import CompilationMode
 
@@ -81,6 +81,6 @@ def check_mixers(vllm_config: VllmConfig, hooks: Container[str]) -> None:
 
 
 def _norms_compiled(vllm_config: VllmConfig) -> bool:
-    """Whether Inductor compiles an add-and-norm. False if vLLM's config lacks this setting, as in 0.34 and later."""
+    """Whether Inductor compiles add-and-norms. False if vLLM's config lacks this setting, as in 0.34 and later."""
     priority = getattr(vllm_config.kernel_config, "ir_op_priority", None)
     return getattr(priority, "fused_add_rms_norm", ["unknown"])[:1] == ["native"]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deferred reductions: a small step reduces the values of all layers together, after the last layer.
 
-In a decode step, the launch latency of a projection or a top-k is far longer than its computation. Launches in each
-layer would take longer than the model's own kernels. So taps copy the values to a buffer, and one operation per hook
-reduces them after the last layer. In a larger step one layer fills the GPU, so each layer is reduced by itself.
+In a decode step, the launch latency of a projection or a top-k is far longer than its computation. If each layer
+launched them, they would take longer than the model's own kernels. So taps copy the values to a buffer, and one
+operation per hook reduces the values after the last layer. In a larger step the values of one layer fill the GPU, so
+each layer is reduced by itself.
 
 Reductions with `Reduction.at_end` are deferred, except those with `one_kernel`.
 """
@@ -56,7 +57,7 @@ class DeferredReductions:
     """
 
     def __init__(self, fields: Sequence[RowField], device: torch.device, may_sleep: bool = False) -> None:
-        self._places: dict[int, int] = {}  # byte offset in a row of the cache -> in a row of the buffer
+        self._places: dict[int, int] = {}  # byte offset in a captured row -> in a row of the buffer
         self._hooks: list[_Hook] = []
         end = 0
         mine = [f for f in fields if (r := f.reduction) is not None and r.at_end and not r.one_kernel]
@@ -107,5 +108,5 @@ class DeferredReductions:
 
 
 def _offsets(fields: Sequence[RowField], device: torch.device) -> torch.Tensor:
-    """int64 [fields]: their byte offsets in a row of the cache."""
+    """The byte offsets of the fields in a row, int64 [fields]."""
     return torch.tensor([f.offset for f in fields], dtype=torch.int64, device=device)

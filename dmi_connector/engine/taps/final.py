@@ -61,7 +61,7 @@ def install_final(taps: ModelTaps) -> None:
 def _last_terms(taps: ModelTaps) -> list[torch.Tensor]:
     """A list to which hooks add the terms whose sum is the last layer's output, while Dynamo traces the model.
 
-    It stays empty for models that vLLM's Transformers backend does not serve, and in eager mode.
+    The list stays empty in eager mode, and for models that vLLM's Transformers backend does not serve.
 
     If a tap reads the sum, Inductor may write the sum to memory. The final norm would then read values that are rounded
     to the model's dtype. So the tap adds copies of the terms itself.
@@ -91,7 +91,7 @@ def _last_terms(taps: ModelTaps) -> list[torch.Tensor]:
 
 
 def _sum(terms: list[torch.Tensor], stream: torch.Tensor) -> torch.Tensor:
-    """A copy of the residual stream; the sum of copies of `terms`, if there are any. Clears `terms`."""
+    """A copy of the residual stream: the sum of copies of `terms`, or if empty a copy of `stream`. Clears `terms`."""
     if not terms:
         return copied(stream)
     values = [copied(value) for value in reversed(terms)]

@@ -8,8 +8,8 @@ arguments of the model's forward, and written after the forward.
 The forward of a model with a vision tower gets the embeddings of text and images. `write_inputs` takes the header from
 the arguments of this forward. vLLM passes token ids in addition to embeddings if the model sets
 `requires_raw_input_tokens`. Pipeline stages after the first have no embedding module. There `write_inputs` takes the
-header from the arguments of the forward too. On the V2 runner this forward gets no token ids, and the runner's are used
-(`note_token_ids`).
+header from the arguments of the forward too. On the V2 runner this forward gets no token ids, so those of the runner
+are used (`note_token_ids`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def install_inputs(taps: ModelTaps) -> None:
         header.write()
 
     if context.first_stage:
-        taps.hook(arch.embed, at_embed)  # the tap writes nothing outside a forward
+        taps.hook(arch.embed, at_embed)  # outside a forward, where vLLM may also call it, the tap writes nothing
     ids, positions = arch.embed, arch.positions or f"{arch.layers}.0"
     if arch.language or not context.first_stage:
         ids = positions = "the forward of the model"
@@ -58,7 +58,7 @@ def install_inputs(taps: ModelTaps) -> None:
 
 
 _token_ids: torch.Tensor | None = None
-"""The memory of the token ids of this process's runner, int32 [maximum number of tokens]; None if it was not noted."""
+"""The memory of the token ids of this process's runner, int32 [maximum tokens]; None before `note_token_ids`."""
 
 
 def note_token_ids(ids: torch.Tensor) -> None:

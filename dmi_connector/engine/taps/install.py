@@ -118,8 +118,8 @@ def _unfuse_norms(attention: Any) -> None:
 
 
 def _unfuse_cores(mixer: Any) -> None:
-    """Disable vLLM's op of gated delta nets for draft tokens. It computes the norm after the core by itself, so the
-    norm does not run as a module. The ops that vLLM then uses also verify draft tokens.
+    """Disable vLLM's fused op that verifies draft tokens in gated delta nets. This op includes the norm after the core,
+    so the norm would not run as a module. vLLM then verifies draft tokens with its other ops.
     """
     if hasattr(mixer, "enable_fused_gdn_spec_decode"):
         mixer.enable_fused_gdn_spec_decode = False
@@ -128,8 +128,9 @@ def _unfuse_cores(mixer: Any) -> None:
 def _choose_in_every_step(indexer: Any) -> None:
     """Let an indexer choose tokens in every step.
 
-    On a GPU vLLM skips the choice in steps whose prompts have at most index_topk tokens. The buffer of all indexers
-    then keeps choices of an earlier step or layer. Raises ValueError if the indexer lacks the attribute that allows it.
+    On a GPU vLLM skips the choice in steps whose prompts have at most index_topk tokens. The buffer that all indexers
+    share then keeps choices of an earlier step or layer. Raises ValueError if the indexer lacks the attribute that
+    turns this off.
     """
     if not hasattr(indexer.indexer_op, "dense_mha_metadata_layer_name"):
         raise ValueError(
@@ -161,7 +162,7 @@ def _check_inputs(attention: Any, arch: Architecture, hooks: Set[str]) -> None:
 
 
 def _check_sums(layer: LayerFacts, points: Points) -> None:
-    """Raise ValueError for outputs of blocks that vLLM sums over tensor-parallel ranks only after their modules."""
+    """Raise ValueError for hooks of block outputs that vLLM sums over tensor-parallel ranks after the tapped module."""
     mlp = _module(layer, "mlp")
     later = {
         "o_proj": _is_part(_module(layer, "o_proj")),
@@ -182,10 +183,11 @@ def _is_part(linear: nn.Module | None) -> bool:
 
 
 def _use_one_stream(layer: Any) -> None:
-    """Let a layer run its MLP after attention, and on the model's stream.
+    """Let a layer run its MLP after attention, and on the model's CUDA stream.
 
-    On a GPU vLLM 0.33 runs the MLPs of Cohere 2 with experts in an opaque op, beside attention. In a compiled layer,
-    the tap of the MLP writes the values of the whole layer. It would not run in this op, so nothing would be written.
+    On a GPU vLLM 0.33 runs the MLPs of Cohere 2 with experts in an opaque op, in parallel with attention. In a compiled
+    layer, the tap of the MLP writes the values of the whole layer. This tap would not run in the opaque op, so nothing
+    would be written.
     """
     if getattr(layer, "dual_stream", None) is not None:
         layer.dual_stream = None
@@ -194,8 +196,8 @@ def _use_one_stream(layer: Any) -> None:
 def _pass_unquantised(linear: Any) -> None:
     """Let vLLM pass the input of a linear layer to it unquantised.
 
-    On a GPU vLLM may fuse the activation before a quantised layer with the quantisation of the layer's input. Then
-    the input has quantised values, and is not a tensor.
+    On a GPU vLLM may fuse the activation before a quantised layer with the quantisation of the layer's input. The input
+    would then hold quantised values, and not be a tensor.
     """
     linear.requires_unquantized_input = True
 
@@ -271,7 +273,7 @@ def _joined(taps: ModelTaps, point: TapPoint, index: int, layer: LayerFacts) -> 
     """The function that reads the value of a point. If the layer has module `TapPoint.first`, it joins two outputs."""
     if not point.first or not getattr(layer.arch, point.first):
         return _reader(point, layer)
-    noted: list[torch.Tensor] = []  # cleared, not replaced, as in `TapBatch.write`
+    noted: list[torch.Tensor] = []  # cleared, not replaced, for the reason in `TapBatch.write`
 
     def note(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         noted.clear()
@@ -320,7 +322,7 @@ def _module(layer: LayerFacts, name: str) -> nn.Module | None:
 
 
 def _has_bias(layer: LayerFacts) -> bool:
-    """Whether the last linear layer of the MLP has a bias. Inductor may fuse adding the bias into the next op."""
+    """Whether the last linear layer of the MLP has a bias. Inductor may fuse the bias addition with the next op."""
     return bool(layer.arch.down_proj) and getattr(_module(layer, "down_proj"), "bias", None) is not None
 
 

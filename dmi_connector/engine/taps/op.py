@@ -76,11 +76,12 @@ class Tap:
 
 @dataclass(eq=False)
 class Place:
-    """The arguments of `dmi::tap` that a compiled graph cannot pass. The taps of one `TapBatch` share them.
+    """Arguments of `dmi::tap` that a compiled graph does not contain (see `_PLACES`), shared by the taps of a
+    `TapBatch`.
 
     start: byte offset in a row; the offsets in calls of `dmi::tap` are relative to it. layer: the layer whose values
     are reduced. reductions: byte offset in a row -> reduction of the value there. deferred, coverage: those of the
-    model. taps: (whether it defers, *offsets) -> the tap that was made at the first call.
+    model. taps: (whether the tap defers, *offsets) -> the tap, made at the first call.
     """
 
     start: int
@@ -168,8 +169,8 @@ def _tap_header(
     """Write the token id, the position in the request, and the position on each axis of M-RoPE.
 
     ids: int [tokens]. positions: int [axes, tokens], the positions on the axes. After an image these differ from the
-    position in the request. So the position in the request is read from the batch metadata, by which vLLM also assigns
-    slots.
+    position in the request. So the position in the request is read from the batch metadata, from which vLLM also
+    computes slots.
     """
     at = positions[0]
     if forward_context.is_forward_context_available():
@@ -182,7 +183,7 @@ def _tap_header(
 
 
 def compile_others(place: Place, rows: torch.Tensor, values: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
-    """Compile the kernels for smaller and larger steps, by running them on padding, for which they write nothing.
+    """Compile the kernels for smaller and larger steps, by running them on padding. They write nothing for padding.
 
     Otherwise the first prompt would wait for Triton. If this fails, a warning is logged, and the first prompt compiles
     the kernels.

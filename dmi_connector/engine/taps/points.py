@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tap points of a layer's hooks (TAP_POINTS): where values are read, and how long they stay valid.
 
-After a stage of a layer, the model may overwrite the values of the stage. In eager mode one op writes the values at the
-end of each stage, or later if `Waits` allows it. Under torch.compile one op writes the whole layer at the layer's end,
-and narrow layers share an op (batches.py). `Keep` says which values a compiled model must copy until then.
+A layer has stages. After a stage, the model may overwrite the values of the stage. In eager mode one op writes the
+values at the end of each stage, or later if `Waits` allows it. Under torch.compile one op writes the values of the
+whole layer at the layer's end. A layer with experts has two such ops, and layers with few values may share one
+(batches.py). `Keep` says which values a compiled model must copy, so that they last until then.
 
     stage           hooks                               written before
     ATTENTION_IN    resid_pre, ln1, q, k, v, mix_proj   rotary, which may rotate q and k in place, or a mixer's core
@@ -73,7 +74,7 @@ MODULES = (
 )
 """Attributes of `Architecture` that name modules of a layer, in the order in which the modules run."""
 INPUTS = ("layer", "attn", "mix_norm", "before_mlp")
-"""Those of MODULES whose inputs are tapped, by a pre-hook."""
+"""The MODULES whose inputs are tapped, by a pre-hook."""
 
 
 class Keep(enum.Enum):
@@ -184,10 +185,10 @@ Join = Callable[["LayerFacts", torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _side_by_side(_layer: LayerFacts, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Both outputs, concatenated. In a compiled model, copies of them are.
+    """Both outputs, concatenated. In a compiled model, copies of both are concatenated.
 
-    Inductor may let an input of a concatenation be written into its result. The strides of the outputs would change,
-    but vLLM compiles the next graph, which reads them, for the old strides.
+    Without copies, Inductor may write the outputs directly into the result of the concatenation, which changes their
+    strides. But vLLM compiles the next graph, which reads the outputs, for the old strides.
     """
     return torch.cat([copied(one), copied(other)], -1)
 

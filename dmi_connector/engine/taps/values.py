@@ -31,7 +31,7 @@ def first(output: Any) -> torch.Tensor:
 
 
 def as_built(arch: Architecture, layer: nn.Module) -> Architecture:
-    """The row of a layer, with the kind of norms that vLLM built. layer: a layer of the model.
+    """The architecture of a layer, with the kind of norms that vLLM built. layer: a layer of the model.
 
     From vLLM 0.33 on, Cohere 2 with experts has fused add-and-norms if its config has `rms_norm_eps`.
     """
