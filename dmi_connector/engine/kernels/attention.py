@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 
 _ROWS, _KEYS = 16, 64
-"""A program has at least _ROWS rows. A row is a pair of a query and a query head of the program's kv head, or padding.
-_KEYS: number of keys that a program reads per iteration.
+"""_ROWS: minimum number of rows of a program. Here a row is a pair of a query and a query head of the program's kv
+head, or padding. _KEYS: number of keys that a program reads per iteration.
 """
 _MASKED = tl.constexpr(-1e30)
 """Score of a masked key. Minus infinity would give NaN if all keys of an iteration are masked."""
 _QUERIES = 256
-"""Queries that the torch twin computes at a time. Their scores take heads x _QUERIES x context x 4 bytes."""
+"""Queries that `summaries_torch` computes at a time. Their scores take heads x _QUERIES x context x 4 bytes."""
 
 
 def summarise(
@@ -75,8 +75,8 @@ def summaries_torch(
     scale: float,
     half: bool = False,
 ) -> torch.Tensor:
-    """The torch twin of the kernel. Returns the summaries, int32 [tokens, heads * (2 m + 1)], or with `half` int32
-    [tokens, heads * (m + 1)]. reduce/attn.py describes them.
+    """The torch version of the kernel, for CPUs. Returns the summaries, int32 [tokens, heads * (2 m + 1)], or with
+    `half` int32 [tokens, heads * (m + 1)]. reduce/attn.py describes them.
 
     keys_of: a function from block numbers, int [n], to the keys of these blocks, [n, kv heads, block, head_dim]. The
     other arguments are those of `summarise`.
@@ -136,8 +136,9 @@ def summary_kernel(
     """Grid (tiles of queries, kv heads). The first tile of request r is starts[r] // TILE + r, so that no two requests
     share a tile.
 
-    Each of the largest scores is kept in an int64, with the bits of the score in the upper half, and LAST - position in
-    the lower half. So no two int64 are equal, and of equal scores the one with the lower position is larger.
+    Each of the largest scores is kept in an int64. The upper half has the bits of the score, in an order-preserving
+    form. The lower half has LAST - position. So no two int64 are equal, and of two equal scores the one with the lower
+    position has the larger int64.
     """
     LEAST: tl.constexpr = -(2**63)
     LAST: tl.constexpr = 0x7FFFFFFF  # the largest int32

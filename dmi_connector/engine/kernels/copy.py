@@ -15,7 +15,7 @@ import triton.language as tl
 from dmi_connector.engine.kernels.launch import DECODE_TOKENS, Launch
 
 _SHAPES = {True: (1, 4096), False: (2, 2048)}
-"""{whether it is a decode step: (tokens, elements per token) of a program with 4 warps}, measured on an H200."""
+"""{whether a step is a decode step: (tokens, elements per token) of a program with 4 warps}. Measured on an H200."""
 
 
 class CopyRows:
@@ -63,7 +63,7 @@ class CopyRows:
 def copy_rows_torch(
     rows: torch.Tensor, slots: torch.Tensor, values: Sequence[torch.Tensor], offsets: Sequence[int]
 ) -> None:
-    """The torch twin of `CopyRows`. slots: int64 [tokens]; padding is written to row 0, which is never read."""
+    """The torch version of `CopyRows`. slots: int64 [tokens]; padding is written to row 0, which is never read."""
     size = values[0].element_size()
     typed = rows.view(values[0].dtype)
     index = slots.clamp_min(0)

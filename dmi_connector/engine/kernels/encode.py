@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton functions that encode one row of values, one function per mode.
 
-The torch twins of the functions are the encoders in `reduce/`. For a reduction without a mode (`Reduction.fused`), a
-GPU runs the torch encoder. The modes "topk" and "exact" are in top.py.
+On a CPU, the torch encoders in `reduce/` run instead of these functions. A GPU runs a torch encoder only for a
+reduction without a mode (`Reduction.fused`). The modes "topk" and "exact" are in top.py.
 
 Each function encodes the `width` values at `x` to the bytes at `row`, BLOCK values at a time.
 """

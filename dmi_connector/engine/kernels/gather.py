@@ -49,7 +49,7 @@ def gather_rows(rows: torch.Tensor, index: torch.Tensor, table: torch.Tensor, pa
 
 
 def gather_rows_torch(rows: torch.Tensor, index: torch.Tensor, table: torch.Tensor, payload: torch.Tensor) -> None:
-    """The torch twin of `gather_rows_triton`."""
+    """The torch version of `gather_rows_triton`, for CPUs."""
     for start in index[:, 1].unique().tolist():
         mine = index[index[:, 1] == start]
         count = int(mine[0, 2])

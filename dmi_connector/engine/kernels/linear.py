@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies a linear head, such as a probe, to values, and writes its outputs to rows. Torch twin: `Probe.before`."""
+"""Applies a linear head, such as a probe, to values, and writes its outputs to rows. In torch: `Probe.before`."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -19,8 +19,8 @@ OUTPUTS_OF = {"none": 0, "sigmoid": 1, "softmax": 2}
 _SIGMOID = tl.constexpr(OUTPUTS_OF["sigmoid"])
 _SOFTMAX = tl.constexpr(OUTPUTS_OF["softmax"])
 _TOGETHER = 4
-"""Outputs per program. A decode step has few tokens, so several programs share a token, and each reads a part of the
-weights. Softmax needs all outputs in one program.
+"""Maximum number of outputs per program, except for softmax, which needs all outputs in one program. A decode step has
+few tokens, so several programs share a token, and each reads a part of the weights.
 """
 _WEIGHTS, _LEAST, _WARPS = 4096, 256, 8
 """Weights that a program reads at a time, minimum number of columns at a time, and warps per program. A thread then

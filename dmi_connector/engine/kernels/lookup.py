@@ -34,7 +34,7 @@ class Lookup:
         (self.in_triton if table.is_cuda else self.in_torch)(slots, table, found)
 
     def in_torch(self, slots: torch.Tensor, table: torch.Tensor, found: torch.Tensor) -> None:
-        """The torch twin of `in_triton`."""
+        """The torch version of `in_triton`, for CPUs."""
         entries = slots // self.size
         known = (slots >= 0) & (entries < len(table))
         pages = table[torch.where(known, entries, 0)]

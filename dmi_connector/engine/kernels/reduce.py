@@ -25,7 +25,7 @@ _SHAPES = {True: (4096, 8), False: (2048, 4)}
 Measured on an H200. Such small steps are bound by memory latency, larger steps by occupancy.
 """
 _AS_THEY_ARE = ("copy", "round", "deferred")
-"""Modes that store values in their own dtype. Others also store 4-byte words, so offsets must be multiples of 4."""
+"""Modes that store values in their own dtype. Others also store 4-byte words, at multiples of 4 bytes."""
 _SEARCHES = ("topk", "exact")
 """Modes that search a row for its largest values."""
 _FEW_TOKENS, _THREAD_VALUES = 16, {True: 64, False: 128}
@@ -38,8 +38,8 @@ class Target(NamedTuple):
     """How one value of a launch is stored.
 
     width: elements per token. offset: byte offset in a row of the capture, or for mode "deferred" in a row of the
-    buffer. mode, number: the result of `Reduction.fused`; for values without a reduction "copy" and 0, for deferred
-    ones "deferred" and 0.
+    buffer. mode, number: the result of `Reduction.fused`; "copy" and 0 for values without a reduction, "deferred" and 0
+    for deferred values.
     """
 
     width: int
@@ -117,7 +117,7 @@ def reduce_layers_torch(
     layers: Sequence[int],
     base: int = 0,
 ) -> None:
-    """The torch twin of `reduce_layers_triton`."""
+    """The torch version of `reduce_layers_triton`, for CPUs."""
     numbers = slots[: values.shape[0]]
     for index, (layer, offset) in enumerate(zip(layers, offsets.tolist(), strict=True)):
         assert offset % 16 == 0, offset  # as the kernel assumes

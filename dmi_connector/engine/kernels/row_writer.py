@@ -77,7 +77,7 @@ class RowWriter:
         values: Sequence[torch.Tensor],
         buffer: torch.Tensor | None = None,
     ) -> None:
-        """The torch twin of `in_triton`."""
+        """The torch version of `in_triton`, for CPUs."""
         numbers = slots[: values[0].shape[0]]
         everything = zip(values, self._offsets, self._reductions, self._deferred, strict=True)
         for value, offset, reduction, place in everything:

@@ -12,7 +12,7 @@ import triton.language as tl
 from dmi_connector.engine.kernels.launch import Launch
 
 _TOKENS, _BLOCK = 16, 64
-"""Maximum number of tokens and of scores per token that a program copies. Writes of adjacent words are coalesced."""
+"""Maximum number of tokens, and of scores per token, that a program copies. Writes of adjacent words are coalesced."""
 
 
 class CopyScores:
@@ -37,7 +37,7 @@ class CopyScores:
         (self.in_triton if rows.is_cuda else self.in_torch)(rows, row_slots, slots, scores)
 
     def in_torch(self, rows: torch.Tensor, row_slots: torch.Tensor, slots: torch.Tensor, scores: torch.Tensor) -> None:
-        """The torch twin of `in_triton`."""
+        """The torch version of `in_triton`, for CPUs."""
         row_slots = row_slots[: len(slots)]
         known = (row_slots >= 0) & (slots >= 0)
         scores[slots[known]] = rows.view(torch.int32)[row_slots[known]][:, self._places]

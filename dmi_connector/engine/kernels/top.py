@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton encoder of topk: keeps the values with the largest magnitudes, and a sample. Torch twin: `reduce.topk`."""
+"""The Triton encoder of topk: keeps the values with the largest magnitudes, and a sample. In torch: `reduce.topk`."""
 
 # mypy: disable-error-code="no-untyped-def"
 

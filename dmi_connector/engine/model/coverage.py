@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coverage: checks that the first forward of a model writes every selected hook.
 
-A feature of vLLM may replace a tapped module, and a fused kernel may skip it. The tap then never runs, and the bytes of
-its hook in a row would keep the previous contents of the memory. So in the first forward each selected hook of each
-layer must be written once, with one row per token. vLLM runs this forward before it serves requests, to measure memory.
+A feature of vLLM may replace a tapped module, and a fused kernel may skip the module. The tap then never runs, and the
+bytes of its hook in a row would keep the previous contents of the memory. So in the first forward each selected hook of
+each layer must be written once, with one row per token. vLLM runs this forward before it serves requests, to measure
+memory. If it runs none, first_forward.py runs it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Coverage:
 
         After the first forward was checked, raises RuntimeError if the header of the same forward has another number of
         tokens. When a piecewise CUDA graph is replayed, only the taps inside attention run in Python. Nothing is
-        compared then, because no header is recorded.
+        compared then, because no header of this forward is recorded.
         """
         first = start + offsets[0]
         if first in self._begins:
@@ -139,7 +140,7 @@ class Coverage:
 
 
 def _name(fields: Sequence[RowField]) -> str:
-    """A hook, with the layers of `fields` unless it exists once in the model."""
+    """The name of a hook, with the layers of `fields` unless the hook exists once in the model."""
     hook = HOOKS.get(fields[0].tapped)
     if hook is None or hook.scope == "once":
         return fields[0].hook

@@ -43,7 +43,7 @@ def first_forward(model: Any, vllm_config: VllmConfig) -> None:
 
 
 def _use_no_adapter(model: Any, vllm_config: VllmConfig) -> None:
-    """Let LoRA layers use no adapter in the first forward. All of them share one mapping.
+    """Let LoRA layers use no adapter in the first forward. All LoRA layers share one mapping.
 
     The mapping assigns an adapter to each token, and to each row of logits: vLLM wraps the unembedding of most models
     in a LoRA layer too.

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the row of a model in the table of architectures, or derives a row from the structure of its layers.
 
-Rows are derived for text models that vLLM serves through its Transformers backend. This backend builds a model of
-transformers, and replaces some modules by vLLM's layers. The forward of a decoder layer is the code of transformers.
+Rows are derived for text models that vLLM serves through its Transformers backend. This backend builds a model of the
+transformers library, and replaces some of its modules by vLLM's layers. The forward of a decoder layer is the code of
+transformers.
 
-So a layer is traced with torch.fx, without its weights. Each module that it calls is one node of the graph. The layer
-must return the sum of three terms: its input, an output that depends on attention (`attn_out`), and an output that does
-not (`mlp_out`). No hook is guessed from the name of a module.
+So a layer is traced with torch.fx, without its weights. Each module that the layer calls is one node of the graph. The
+layer must return the sum of three terms: its input, an output that depends on attention (`attn_out`), and an output
+that does not (`mlp_out`). No hook is guessed from the name of a module.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Generic(Architecture):
     """A derived `Architecture`, for a model without a row in the table.
 
     attn_norm, mlp_norm: the modules whose outputs a layer adds to the residual stream. mlp: the module whose input is
-    the stream between these two. why: the reason why `attn_out` and `mlp_out` are missing; "" if they are not.
+    the stream between these two. why: the reason why `attn_out` and `mlp_out` are missing; "" if they are there.
     """
 
     why: str = ""

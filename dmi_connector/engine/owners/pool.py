@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owner "pool": rows are in pages outside of vLLM's cache. Only tokens that are captured have a row.
 
-The slot of a row depends on its request and position, never on the batch:
+The scheduler assigns each row a slot by its request and position, independent of the batch:
 
     scheduler   position -> page of the request, which is kept until its rows are gathered     (pool_pages.py)
                 vLLM's blocks of the request -> entries of the table: slot // PAGE -> page

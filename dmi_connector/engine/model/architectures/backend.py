@@ -76,7 +76,7 @@ BACKEND: tuple[Architecture, ...] = (
     Architecture("Olmo3ForCausalLM", **_OLMO),
     *(Architecture(name, **_BACKEND) for name in _LLAMA),
     Architecture("ArceeForCausalLM", **_BACKEND, **ungated("mlp.up_proj")),
-    # With tensor parallelism, each rank has the complete values of these hooks, and no slice.
+    # With tensor parallelism, each rank has the complete values of these hooks instead of a slice.
     Architecture("GlmForCausalLM", **_BACKEND, one_rank=("mlp_pre", "mlp_pre_linear", "mlp_post")),
     Architecture("HunYuanMoEV1ForCausalLM", **_EXPERTS),
     Architecture("MellumForCausalLM", **_EXPERTS, **QK_NORM),

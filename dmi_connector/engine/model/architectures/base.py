@@ -10,7 +10,7 @@ from dmi_connector.hooks import HOOKS, USUAL, ModelDims
 
 MODELS = "vllm.model_executor.models"
 TRANSFORMERS = f"{MODELS}.transformers"
-"""The Python module of vLLM's Transformers backend, which builds models of transformers with vLLM's layers."""
+"""Python module of vLLM's Transformers backend, which builds models of the transformers library with vLLM's layers."""
 TRANSFORMERS_CLASSES = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
 """The classes of text models in TRANSFORMERS."""
 
@@ -59,8 +59,8 @@ class Architecture:
 
     Mixers, in the layers of hybrid models that have one instead of attention:
         mix_first, mix_in: input projections, in the order in which they run. mix_norm: the gated norm that gets the
-            output of the core. mix_out: the output projection.
-        fills: a mixer in one opaque op, which writes its output to its second argument.
+            output of the core (the recurrence of the mixer). mix_out: the output projection.
+        fills: a mixer that runs as one opaque op. The op writes its output to its second argument.
 
     MLP:
         up_proj: returns gate and up concatenated; only up if gate_proj is set; the input of the activation if gated_mlp
@@ -70,15 +70,16 @@ class Architecture:
 
     Residual stream:
         parallel: whether attention and MLP read the same stream, and both are added to it.
-        sums: whether a layer changes the stream only by the outputs of its blocks.
+        sums: whether a layer changes the stream only by adding the outputs of its blocks.
         scale: field of the config by which the output of a block is multiplied before it is added.
         embed_scaled: whether embeddings are multiplied by the square root of their width.
         float16_divisor: field of the config by which vLLM divides the stream, or the output of shared experts, in
             float16.
 
     Hooks:
-        only: the hooks that can be captured; (): all. lacks: hooks that are not the input or output of any module.
-        one_rank: hooks of which a tensor-parallel rank has another part than capture expects, or all.
+        only: the hooks that can be captured; (): all. lacks: hooks that cannot be captured. Most of them are not the
+            input or output of any module.
+        one_rank: hooks that tensor parallelism excludes: each rank has another part than capture expects, or all.
     """
 
     adds_in_place: ClassVar[bool] = False
@@ -162,12 +163,12 @@ class Architecture:
 
     @property
     def layer(self) -> str:
-        """The path of a layer relative to itself. `path` strips the dot."""
+        """The path of the layer itself. `path` strips the dots."""
         return "."
 
     @property
     def before_mlp(self) -> str:
-        """The module whose input is that of the MLP."""
+        """The module whose input is the input of the MLP."""
         return self.mlp
 
     def path(self, index: int, module: str) -> str:
@@ -219,7 +220,7 @@ class Architecture:
         return float(getattr(config, self.scale)) if self.scale else 1.0
 
     def visual_layers(self, config: Any) -> int:
-        """The number n of layers 0 to n - 1 that add visual features (deepstack). config: of the whole model."""
+        """Number of first layers after which visual features are added (deepstack). config: of the whole model."""
         vision = getattr(config, "vision_config", None) if self.language else None
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
@@ -227,7 +228,7 @@ class Architecture:
 class MayNorm(Architecture):
     """Architectures whose models have some norms only if their config says so.
 
-    These are the norms of q and k, and with `sandwich_norm` (openPangu) norms after attention and after the MLP.
+    They are the norms of q and k, and with `sandwich_norm` (openPangu) norms after attention and after the MLP.
     """
 
     def fit(self, config: Any) -> Architecture:

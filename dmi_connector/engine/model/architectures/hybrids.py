@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the table of architectures: hybrid models, in which a mixer replaces attention in some layers.
+"""Rows of the table of architectures: hybrid models. In some layers, a mixer (such as Mamba) replaces attention.
 
-Hooks of a mixer are read at its input projections, at the norm after its core, and at its output projection
-(`Architecture.mix_first`, `mix_in`, `mix_norm`, `mix_out`).
+Hooks of a mixer are read at its input projections, at the norm after its core (the recurrence), and at its output
+projection (`Architecture.mix_first`, `mix_in`, `mix_norm`, `mix_out`).
 """
 
 from __future__ import annotations

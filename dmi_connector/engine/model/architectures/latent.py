@@ -58,7 +58,7 @@ class Latent(Architecture):
 
 
 def _with_indexer(config: Any) -> tuple[int, ...]:
-    """The layers with their own indexer, as vLLM builds them. Other layers use the choice of the layer before."""
+    """The layers with their own indexer, as vLLM builds them. Others use the choice of the last one before them."""
     layers, pattern = range(config.num_hidden_layers), getattr(config, "index_topk_pattern", None)
     if pattern is not None:
         return tuple(i for i in layers if i >= len(pattern) or pattern[i] != "S")

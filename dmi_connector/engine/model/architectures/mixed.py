@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Architecture` of models in which the numbers or sizes of attention heads differ between layers.
+"""Rows of the table of architectures: models whose layers have attention heads of different numbers or sizes.
 
-A hook has the same width in all of its layers. So hooks inside attention exist only in the layers with the most common
+A hook has the same width in all of its layers. So hooks inside attention exist only in layers with the most common
 sizes. Other hooks do not depend on these sizes.
 """
 
