@@ -791,7 +791,8 @@ def test_speculative_decoding_is_taken_as_far_as_it_was_tested(model: Path, tmp_
         refusals.check(config)
     config.speculative_config.method = "medusa"
     with pytest.raises(
-        ValueError, match=r"speculative_config: draft tokens of method 'medusa' may not form a chain; use one of ngram"
+        ValueError,
+        match=r"speculative_config: method 'medusa' may propose several tokens for a position; use one of ngram",
     ):
         refusals.check(config)
     config.speculative_config.method, config.speculative_config.speculative_token_tree = "eagle3", None

@@ -91,7 +91,7 @@ class Coverage:
         elif tokens != self.tokens and self._forward() is forward:
             names = ", ".join(_name([self._fields[start + offset]]) for offset in offsets)
             raise RuntimeError(
-                f"hooks: {names} got values of {tokens} tokens in a forward of {self.tokens}; "
+                f"hooks: {names} got values of {tokens} tokens in a forward of {self.tokens} tokens; "
                 "leave these hooks out, or turn off the feature that splits the batch"
             )
 

@@ -44,20 +44,21 @@ class Draft(Paged):
         super().check(vllm_config)
         if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
             raise ValueError(
-                f"pipeline_parallel_size: {stages} with owner='draft' is not supported: vLLM has the draft on the last "
-                "stage alone; use owner='target' or owner='pool'"
+                f"pipeline_parallel_size: {stages} with owner='draft' is not supported: vLLM places the draft "
+                "model on the last stage only; use owner='target' or owner='pool'"
             )
         if vllm_config.model_config.runner_type == "pooling":
             raise ValueError(
-                "runner: 'pooling' skips the step in which vLLM lets a draft's rows be exported; use owner='target'"
+                "runner: with 'pooling', vLLM skips the step after which the rows of a draft are exported; use "
+                "owner='target'"
             )
         assert vllm_config.speculative_config is not None
         schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
         if vllm_config.use_v2_model_runner and not (schedule and all(entry[-1] == 0 for entry in schedule)):
             raise ValueError(
                 f"speculative_config: num_speculative_tokens_per_batch_size is {schedule!r}; set it to [[1, 65536, 0]] "
-                "so that each request decodes one token per step (docs/FROM_VLLM.md); data parallelism turns the "
-                "schedule off, so use owner='target' there"
+                "so that each request decodes one token per step (docs/FROM_VLLM.md); data parallelism turns "
+                "this setting off, so use owner='target' there"
             )
         built = vllm_config.speculative_config.draft_model_config.hf_config.architectures
         if not set(built) <= set(self.models):  # MiMo V2 Omni: vLLM derives the class from its vision tower

@@ -116,15 +116,14 @@ class Paged(Owner):
         if model.is_hybrid:
             raise ValueError(
                 f"model: {model.model!r} has Mamba or linear-attention layers, which need vLLM's hybrid cache manager, "
-                f"and owner={self.name!r} keeps rows in a cache without it; use owner='pool'"
+                f"which owner={self.name!r} does not support; use owner='pool'"
             )
 
         text = model.hf_text_config
         if getattr(text, "is_heterogeneous", False) and getattr(text, "num_kv_shared_layers", 0):  # Gemma 4 E2B, E4B
             raise ValueError(
-                f"model: {model.model!r} has layers that read the keys of others (num_kv_shared_layers), which with "
-                f"heads of several sizes needs vLLM's hybrid cache manager, and owner={self.name!r} keeps rows in a "
-                "cache without it; use owner='pool'"
+                f"model: {model.model!r} has layers that share keys (num_kv_shared_layers) and heads of several sizes, "
+                f"which need vLLM's hybrid cache manager; owner={self.name!r} does not support it, so use owner='pool'"
             )
 
     def row_slots(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> PagedSlots:

@@ -99,8 +99,9 @@ class Pool(Owner):
         _, layer, block_size = key_group(config)
         if not layer:
             raise ValueError(
-                f"pipeline_parallel_size: layers {context.here.start} to {context.here.stop - 1} of this stage have no "
-                "full attention, by whose slots owner='pool' finds rows; use fewer stages, or owner='target'"
+                f"pipeline_parallel_size: no layer of this stage ({context.here.start} to {context.here.stop - 1}) has "
+                "full attention, and owner='pool' finds rows by the slots of such a layer; use fewer stages, or "
+                "owner='target'"
             )
         pool = vllm_config.compilation_config.static_forward_context[context.cache_layer]
         assert isinstance(pool, RowPool)
@@ -127,7 +128,6 @@ def key_group(config: KVCacheConfig) -> tuple[int, str, int]:
             return index, next(iter(group.layer_names), ""), group.kv_cache_spec.block_size
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups})
     raise ValueError(
-        "model: none of its layers has full attention, whose cache keeps a slot for each token of a request, and "
-        f"owner='pool' finds rows by these slots (its layers have {', '.join(kinds) or 'no cache'}); use "
-        "owner='target', or a model with full attention in some layers"
+        f"model: none of its layers has full attention (they have {', '.join(kinds) or 'no cache'}), and owner='pool' "
+        "finds rows by the slots of such layers; use owner='target', or a model with full attention in some layers"
     )

@@ -28,7 +28,7 @@ class Pages:
         if self.free:
             return self.free.popleft()
         if not self._handed:
-            raise RuntimeError("the pool has no free page, although every request was admitted with room")
+            raise RuntimeError("the pool has no free page, although pages are reserved for every admitted request")
         self._need, page = self._handed.popleft()
         return page
 

@@ -99,7 +99,7 @@ class CaptureLayer(StepRows, nn.Module, AttentionLayerBase):
 
     def place(self, table: np.ndarray) -> None:
         """Raises RuntimeError: rows are in vLLM's blocks, which have no table."""
-        raise RuntimeError(f"a table of {table.shape[1]} entries was sent to an engine whose rows have no pages")
+        raise RuntimeError(f"the scheduler sent a page table of {table.shape[1]} entries, but this engine has no pool")
 
     def check_cache(self) -> None:
         """Raises ValueError unless the cache is a contiguous [blocks, 1, slots, head_size], where row s has slot s."""

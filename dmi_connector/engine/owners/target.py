@@ -26,13 +26,13 @@ def check_chain(vllm_config: VllmConfig) -> None:
     speculative: Any = vllm_config.speculative_config
     if speculative.method not in CHAINS:
         raise ValueError(
-            f"speculative_config: draft tokens of method {speculative.method!r} may not form a chain; use one of "
+            f"speculative_config: method {speculative.method!r} may propose several tokens for a position; use one of "
             f"{', '.join(CHAINS)}, or none"
         )
     if getattr(speculative, "enable_adaptive_verification", False):  # vLLM 0.32
         raise ValueError(
-            "speculative_config: enable_adaptive_verification True lets the GPU leave out draft tokens of a step, so "
-            "stores could not count those that were verified; leave it out"
+            "speculative_config: enable_adaptive_verification True lets the GPU skip draft tokens of a step, so "
+            "the number of verified draft tokens is unknown; leave it out"
         )
     tree = getattr(speculative, "speculative_token_tree", None)  # vLLM 0.31
     chain = [(0,) * depth for depth in range(1, speculative.num_speculative_tokens + 1)]
@@ -44,8 +44,8 @@ def check_chain(vllm_config: VllmConfig) -> None:
     if vllm_config.model_config.using_transformers_backend() and speculative.use_eagle():
         raise ValueError(
             f"speculative_config: method {speculative.method!r} runs modules of the model, which vLLM's Transformers "
-            "backend compiles as a whole, so the draft's values could not be told from the model's; use 'ngram' or "
-            "'draft_model'"
+            "backend compiles as a whole, so values of the draft could not be distinguished from the model's; use "
+            "'ngram' or 'draft_model'"
         )
 
 

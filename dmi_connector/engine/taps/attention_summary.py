@@ -141,7 +141,7 @@ def _packing(isa: str, dtype: torch.dtype, block: int, size: int) -> torch.Tenso
     order[place] = torch.arange(len(place))
     if not torch.equal(place[order], torch.arange(len(place))):
         raise RuntimeError(
-            f"vLLM's CPU attention ({isa}) stores keys in a lossy layout: pattern cannot be summarised; leave "
+            f"vLLM's CPU attention ({isa}) stores keys with loss of precision, so pattern cannot be summarised; leave "
             "pattern out"
         )
     return order

@@ -119,15 +119,19 @@ def test_the_configuration_tells_the_owner_and_what_it_uses(
         (None, {}, ""),
         (None, {"runner": "pooling"}, ""),
         (None, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers.*owner='target' .*use owner='pool'"),
-        ("medusa", {}, "speculative_config: draft tokens of method 'medusa' may not form a chain; use one of ngram"),
+        (
+            "medusa",
+            {},
+            "speculative_config: method 'medusa' may propose several tokens for a position; use one of ngram",
+        ),
         (args.EXTRACT_HIDDEN_STATES, {}, ""),
         (args.EXTRACT_HIDDEN_STATES, {"hybrid": True}, "model: 'm' has Mamba .*owner='draft' .*use owner='pool'"),
-        (args.EXTRACT_HIDDEN_STATES, {"runner": "pooling"}, "runner: 'pooling' skips the step .*owner='target'"),
+        (args.EXTRACT_HIDDEN_STATES, {"runner": "pooling"}, "runner: with 'pooling', vLLM skips the step .*owner='target'"),
         (None, {"owner": "pool"}, ""),
         (None, {"owner": "pool", "hybrid": True}, ""),
         (None, {"owner": "pool", "sleep": True}, ""),
         (args.EXTRACT_HIDDEN_STATES, {"owner": "pool"}, "speculative_config: .*owner='draft' needs.*leave"),
-        ("medusa", {"owner": "pool"}, "speculative_config: draft tokens of method 'medusa' may not form a chain"),
+        ("medusa", {"owner": "pool"}, "speculative_config: method 'medusa' may propose several tokens for a position"),
     ],
 )
 def test_an_owner_refuses_what_it_does_not_support(method: str | None, more: dict[str, Any], words: str) -> None:
@@ -155,7 +159,7 @@ def test_rows_follow_a_group_that_keeps_a_slot_for_each_token() -> None:
     assert key_group(groups(window, of_sizes)) == (1, "layers.1", 32)
     assert key_group(groups(RSWASpec(block_size=16, rswa_window=8, **sizes), full)) == (1, "layers.1", 32)
     for specs, kinds in (((window, state), "MambaSpec, SlidingWindowSpec"), ((), "no cache")):
-        words = rf"model: none of its layers has full attention.*layers have {kinds}\); use owner=.target."
+        words = rf"model: none of its layers has full attention \(they have {kinds}\).*; use owner=.target."
         with pytest.raises(ValueError, match=words):
             key_group(groups(*specs))
 
@@ -175,7 +179,9 @@ def test_a_stage_without_full_attention_has_no_pool() -> None:
     found.kv_cache_groups[0].layer_names.clear()
     assert key_group(found) == (0, "", 32)
     context: Any = SimpleNamespace(here=range(2, 4))
-    with pytest.raises(ValueError, match=r"pipeline_parallel_size: layers 2 to 3 of this stage have no full attention"):
+    with pytest.raises(
+        ValueError, match=r"pipeline_parallel_size: no layer of this stage \(2 to 3\) has full attention"
+    ):
         OWNERS["pool"].row_memory(context, found, config(None))
 
 
