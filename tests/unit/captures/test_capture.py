@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 from dmi_connector.analysis.export.safetensors import export_safetensors
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.layout import ArraySpec
+from dmi_connector.reduce import parse
 from dmi_connector.store.format.schema import effective_grid
+from dmi_connector.store.read.arrays.hook_values import HookValues
+from dmi_connector.store.read.files.open_files import files_of
 from dmi_connector.store.read.reader import StoreReader, open_reader
 from tests import storekit as kit
 
@@ -96,6 +99,26 @@ def test_aliases_read_the_rows_of_the_hooks_they_stand_for(written: tuple[Captur
     np.testing.assert_array_equal(cap["z"], v["z"])
     with pytest.raises(ValueError, match="several arrays"):
         cap.array("resid_post")
+
+
+def test_a_reduced_array_and_another_are_joined_as_float32(stores: kit.Store, tmp_path: Path) -> None:
+    """resid_post has the rows of resid_pre, and those of resid_final after the last layer."""
+    settings = {**parse("int8").settings(), "width": 8, "dtype": "float32"}
+    final = ArraySpec("resid_final", "uint8", (), 12, reduce=settings)
+    values = {"resid_pre": kit.random_bits(ARRAYS[0], 20), "resid_final": np.full((1, 20, 12), 60, np.uint8)}
+    stores.write(tmp_path / "a.zarr", [ARRAYS[0], final], 20, values=values, attrs={"num_layers": 4})
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    found = cap.numpy("resid_post")
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, [*cap.numpy("resid_pre")[1:], cap.numpy("resid_final")])
+
+
+def test_stored_rows_are_in_the_order_of_their_arrays(stores: kit.Store, tmp_path: Path) -> None:
+    values = stores.write(tmp_path / "a.zarr", [ArraySpec(name, "float32", (0, 1), 4) for name in "qkv"], 20)
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    found = HookValues(files_of(cap.path), cap.attrs, cap.path).stored({"v": [1], "q": [1, 0], "k": [0]}, slice(5, 9))
+    wanted = np.concatenate([values["v"][[1]], values["q"][::-1], values["k"][[0]]])[:, 5:9]
+    np.testing.assert_array_equal(kit.bits(found), wanted)
 
 
 def test_layers_and_tokens_can_be_selected(written: tuple[Capture, kit.Values]) -> None:

@@ -87,6 +87,7 @@ def test_coordinates_select_layers_and_positions(written: tuple[Capture, kit.Val
     np.testing.assert_array_equal(found["token_id"], capture.token_ids)
     np.testing.assert_array_equal(found["phase"], capture.phase)
     np.testing.assert_array_equal(found["sample_position"], capture.logits_positions)
+    assert all(found[name].dims == ("token",) for name in ("position", "token_id", "phase"))
     assert found["layer_0+2"].values.tolist() == [0, 2]
     np.testing.assert_array_equal(found["topk_ids"].sel({"layer_0+2": 2}), capture.numpy("topk_ids", 2))
     some = found["resid_pre"].sel(layer=2, position=slice(90, 95))

@@ -19,7 +19,7 @@ import pytest
 
 from dmi_connector import CaptureIncomplete, find_captures, open_capture
 from dmi_connector.store.format.schema import FORMAT_VERSION
-from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.read.verify import unseen, verify_store
 
 DATA = Path(__file__).parents[2] / "data"
 VERSIONS = sorted(path.stem.removeprefix("stores-") for path in DATA.glob("stores-*.json"))
@@ -64,6 +64,10 @@ def test_an_old_store_reads_as_it_was_written(version: str, name: str, unpacked:
             values = capture.numpy(hook)
             assert list(values.shape) == shape, hook
             assert hashlib.sha256(values.tobytes()).hexdigest() == digest, hook
+
+
+def test_only_the_oldest_format_has_damage_that_is_not_seen() -> None:
+    assert [version for version in VERSIONS if unseen({"format_version": version})] == ["1.0"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

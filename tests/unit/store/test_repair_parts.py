@@ -37,6 +37,15 @@ from tests.repairkit import (
     only,
 )
 
+
+def test_the_coordinator_records_the_facts_that_a_salvage_needs(tmp_path: Path) -> None:
+    """They are the ones that the other tests of repairs write."""
+    store, wanted = kit.Store(), facts(SPECS)
+    record = store.open(tmp_path / "a.zarr", *SPECS, attrs=wanted["attrs"], request_id="r", key="k")
+    assert {**record.about(), "created": wanted["created"]} == wanted
+    store.shutdown()
+
+
 # ---- several ranks -------------------------------------------
 
 
