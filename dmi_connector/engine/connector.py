@@ -111,8 +111,7 @@ class DMIConnector(KVConnectorBase_V1):
 
     def on_next_turn(self, request: Request, kept: int) -> None:
         """A session got its next prompt. kept: number of tokens of earlier turns that vLLM keeps."""
-        if (tracked := self.tracker.tracked.get(request.request_id)) is not None:
-            tracked.kept = kept
+        self.tracker.on_next_turn(request, kept)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.tracker.slots.matched(request, num_computed_tokens)

@@ -14,6 +14,7 @@ from dmi_connector.conditions import AGGREGATES
 from dmi_connector.engine.host_scores import KEPT_STEPS, open_scores
 from dmi_connector.engine.metrics import ALERTS, SCORE
 from dmi_connector.engine.scheduler.request_scores import RequestScores
+from dmi_connector.engine.scheduler.steps import beginning, taken_back
 from dmi_connector.hook_table import PROBE
 from dmi_connector.reduce import largest
 from dmi_connector.reduce.probe import NORM, TOP, Probe
@@ -137,6 +138,17 @@ class ProbeScores:
             self._kept_now += len(slots)
             metadata.kept_scores.append((slots, line))
 
+    def next_turn(self, tracked: Tracked, computed: int) -> None:
+        """A session got its next prompt. computed: number of tokens of its earlier turns that are computed.
+
+        Their scores are read now, because `_known` does not know them in the first step of a turn. If `stop_if` held in
+        an earlier turn, this turn ends after one token: vLLM has replaced `max_tokens`.
+        """
+        if tracked.scores is not None and tracked.opened and not self._pending(tracked):
+            self._take(tracked, tracked.scores, computed)
+        if tracked.stopped:
+            tracked.request.max_tokens = 1
+
     def _pending(self, tracked: Tracked) -> list[_Kept]:
         """The entries of `_kept` of a request. They must be read before scores of later positions."""
         return [kept for kept in self._kept if kept.tracked is tracked]
@@ -157,7 +169,7 @@ class ProbeScores:
         request = tracked.request
         # Without vLLM's count of tokens in flight, the last step counts as in flight.
         if self._behind and self.last is not None and getattr(request, "num_in_flight_tokens", True):
-            if request.request_id in _beginning(self.last):
+            if request.request_id in beginning(self.last):
                 return 0
             computed -= self.last.num_scheduled_tokens.get(request.request_id, 0)
         return min(computed, request.num_tokens - 1)
@@ -189,7 +201,9 @@ class ProbeScores:
                 self._take_kept(kept)
             self._take(tracked, tracked.scores, max(request.num_prompt_tokens, request.num_tokens - 1))
         elif there and not mine:
-            self._take(tracked, tracked.scores, self._known(tracked, request.num_computed_tokens))
+            computed = request.num_computed_tokens
+            known = min(computed, request.num_tokens - 1) if taken_back(request) else self._known(tracked, computed)
+            self._take(tracked, tracked.scores, known)
         tracked.scores.short = own and not there
         for name in self._named(tracked):
             rows = tracked.scores.of(name)
@@ -229,9 +243,9 @@ class ProbeScores:
 
     def check_stops(self, output: SchedulerOutput) -> None:
         """End running requests whose `stop_if` holds. `Tracked.blocks` must include the blocks of this step."""
-        beginning = _beginning(output)
+        begun = beginning(output)
         for tracked in [*self.stopping.values()]:
-            if not tracked.opened or tracked.request.request_id in beginning or self._pending(tracked):
+            if not tracked.opened or tracked.request.request_id in begun or self._pending(tracked):
                 continue
             end = min(self._known(tracked, tracked.request.num_computed_tokens), tracked.limit)
             if tracked.scores is not None and tracked.scores.checked < end:
@@ -309,11 +323,6 @@ def _neurons(rows: np.ndarray, k: int, first: int, prompt: int) -> dict[str, Any
     neurons, values, at = largest.over_rows(rows[since:], k)
     found = {"neuron": neurons, "value": _rounded(values.ravel()), "at": first + since + at}
     return {what: _plain(of_layers.ravel(), k) for what, of_layers in found.items()}
-
-
-def _beginning(output: SchedulerOutput) -> set[str]:
-    """Ids of the requests that begin in a step, or resume in it after a preemption."""
-    return {new.req_id for new in output.scheduled_new_reqs} | set(output.scheduled_cached_reqs.resumed_req_ids)
 
 
 def _joined(layers: list[_Places]) -> list[_Places]:

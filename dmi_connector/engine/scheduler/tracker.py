@@ -20,6 +20,7 @@ from dmi_connector.engine.scheduler.quota import UNLIMITED, Quota, RequestBytes,
 from dmi_connector.engine.scheduler.refused_requests import RefusedRequests
 from dmi_connector.engine.scheduler.responses import dropped, response
 from dmi_connector.engine.scheduler.scores import ProbeScores
+from dmi_connector.engine.scheduler.steps import computed_before
 from dmi_connector.engine.scheduler.tracked_request import Tracked
 from dmi_connector.hooks import SelectionError, narrow
 from dmi_connector.option_values import OptionError
@@ -111,6 +112,13 @@ class Tracker:
                 request_id, f"kv_transfer_params: they could not be handled: {type(error).__name__}: {error}"
             )
 
+    def on_next_turn(self, request: Request, kept: int) -> None:
+        """A session got its next prompt. kept: number of tokens of earlier turns that vLLM keeps."""
+        if (tracked := self.tracked.get(request.request_id)) is not None:
+            tracked.kept = kept
+            self._take_blocks()
+            self.scores.next_turn(tracked, min(kept, request.num_computed_tokens))
+
     def _track(self, request: Request, params: CaptureParams) -> Tracked:
         """Determine which rows to capture, and the path of the store. Raises OptionError and SelectionError."""
         context, options = self.context, self.context.options
@@ -157,7 +165,7 @@ class Tracker:
             if request_id in self.tracked:
                 self._take_blocks()
                 leaving = self.tracked[request_id]
-                before = self._computed_before(request_id)
+                before = computed_before(request_id, reversed(self._before + self._since))
                 computed = self.slots.preempted(leaving, before, metadata)
                 self.scores.preempted(leaving, before, computed, metadata)
                 if self.drafts is not None:  # its last step may have computed rows of rejected tokens
@@ -242,19 +250,6 @@ class Tracker:
                 if request_id in self.tracked:
                     self.tracked[request_id].blocks.extend(new[self.slots.group])
         self._taken = len(self._since)
-
-    def _computed_before(self, request_id: str) -> int:
-        """Number of a request's tokens that were computed before this step.
-
-        0 if it was in no step since the last check for full chunks. vLLM resets its own number at a preemption.
-        """
-        for step in reversed(self._before + self._since):
-            if request_id in step.num_scheduled_tokens:
-                cached = step.scheduled_cached_reqs
-                computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-                computed |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-                return computed[request_id] + step.num_scheduled_tokens[request_id]
-        return 0
 
     def _export_chunks(self, tracked: Tracked, computed: int, chunks: list[Rows]) -> None:
         """Append the full chunks of a request to `chunks`, once `computed` of its tokens are computed.

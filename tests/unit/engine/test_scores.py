@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.v1.request import RequestStatus
 
 from dmi_connector.engine.owners.paged import PagedSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
@@ -538,3 +539,85 @@ def test_a_summary_of_a_server_without_norms_is_refused(make: Make) -> None:
         '{"norm": "norm(resid_pre)", "top": "top(mlp_post)"}, and probe.* in hooks'
     )
     assert engine.faults() == []
+
+
+def end_of_turn(engine: Engine, name: str) -> None:
+    """Run steps until a turn of a session has ended. With asynchronous scheduling, one step is then in flight."""
+    while engine.requests[name].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        engine.step()
+
+
+@pytest.fixture
+def sessions(make: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Engines whose sessions are those of vLLM 0.33."""
+    schedulerkit.sessions_of_033(monkeypatch)
+    return make
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_session_may_be_preempted_in_the_first_step_of_a_turn(sessions: Make, asked: bool, reset: bool) -> None:
+    """All rows of its earlier turns are more than the rows of a step."""
+    engine = sessions(pages=40, blocks=60, alerts={"risk": 1e9}, tokens=lambda: 9)
+    name = engine.add([7] * 60, 12, RISK if asked else None, resumable=True)
+    end_of_turn(engine, name)
+    engine.settle()
+    engine.send(name, [8] * 5, 12)
+    engine.step()
+    if reset:
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    else:
+        engine.preempt(name)
+    engine.step()
+    engine.hang_up(name)
+    engine.drain()
+    assert engine.faults() == []
+
+
+@pytest.mark.parametrize("pages", [0, 40])
+@pytest.mark.parametrize("settle", [False, True])
+def test_the_last_row_of_a_session_decides_too(sessions: Make, settle: bool, pages: int) -> None:
+    """The client ends the session while the step after the last token of a turn is in flight, or later."""
+    tokens = iter([9, 9, 9, 9, 29, 2])
+    engine = sessions(blocks=60, pages=pages, tokens=lambda: next(tokens, 9))
+    said = responses(engine)
+    name = engine.add([7] * 10, 30, {**RISK, "keep_if": "max(risk) > 20000"}, resumable=True)
+    end_of_turn(engine, name)
+    if settle:
+        engine.settle()
+    engine.hang_up(name)
+    engine.drain()
+    assert "dmi_reason" not in said[name] and said[name]["dmi_probe"]["risk"]["max"] == score(29, 14)
+    assert name in engine.stored and engine.faults() == []
+
+
+def test_later_turns_of_a_stopped_session_end_after_one_token(sessions: Make) -> None:
+    engine = sessions(blocks=60, tokens=lambda: 9)
+    said = responses(engine)
+    name = engine.add([7] * 10, 6, {**RISK, "stop_if": f"risk > {score(9, 12)}"}, resumable=True)
+    lengths = []
+    for _ in range(3):
+        end_of_turn(engine, name)
+        engine.settle()
+        lengths.append(engine.requests[name].num_output_tokens)
+        engine.send(name, [8] * 5, 12)
+    end_of_turn(engine, name)
+    engine.hang_up(name)
+    engine.drain()
+    assert lengths == [6, 1, 1] and said[name]["dmi_stop"].endswith(f"position 13, where it is {score(9, 13)}")
+
+
+@pytest.mark.parametrize("pages", [0, 40])
+def test_earlier_turns_of_an_aborted_session_count(sessions: Make, pages: int) -> None:
+    """It is aborted while the first step of its second turn is in flight."""
+    engine = sessions(blocks=60, pages=pages, tokens=lambda: 9, alerts={"risk": score(9, 12)})
+    said = responses(engine)
+    name = engine.add([7] * 10, 12, {**RISK, "keep_if": "max(risk) > 50000"}, resumable=True)
+    end_of_turn(engine, name)
+    engine.settle()
+    engine.send(name, [8] * 5, 12)
+    engine.step()
+    engine.abort(name)
+    assert said[name]["dmi_probe"]["risk"]["through"] == 20 and "does not hold" in said[name]["dmi_reason"]
+    assert engine.tracker.take_counts()["probe_alerts.risk"] == 1
+    engine.drain()
