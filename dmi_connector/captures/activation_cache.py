@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Read = Callable[[], np.ndarray]
 Key = tuple[str, int | None]
-"""(name of the stored tensor, layer)."""
+"""(name of a hook or of a computed tensor, layer)."""
 
 
 class LazyTensors(MutableMapping[str, "torch.Tensor"]):
@@ -119,7 +119,7 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
 
     @property
     def absent(self) -> dict[str, str]:
-        """Name without the block's prefix -> reason, for known names of TransformerLens that the cache lacks."""
+        """Name without the block's prefix -> reason, for known TransformerLens names that the cache has in no layer."""
         known = {**names.TL_NAMES, **names.QK_NAMES[True], **names.QK_NAMES[False], **names.ABSENT}
         known |= dict(names.equal_hooks(self._capture.attrs))  # names of post-norms, if the store has them
         there = {names.split_name(name)[0] for name in self.cache_dict}

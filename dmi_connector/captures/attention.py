@@ -42,7 +42,7 @@ class _How:
         return max(first, query // self.chunk * self.chunk) if self.chunk else first
 
     def finish(self, scores: np.ndarray, head: int, query: int, key: int) -> None:
-        """Turn scaled products [queries, keys] into scores before the softmax, in place.
+        """Turn scaled products q k' [queries, keys] into softmax inputs, in place: soft cap, ALiBi, then the mask.
 
         query, key: rows of the first query and of the first key.
         """
@@ -118,9 +118,10 @@ def attention(capture: StoreReader, layer: int, head: int | None = None, queries
     """Attention weights of one layer, float32 [heads, queries, keys], or [queries, keys] for one `head`.
 
     The weights are softmax(scale * q k') over the keys that each query attends to (Vaswani et al., 2017). q and k are
-    `q_rot` and `k_rot`, or `q` and `k` for models without rotary embedding. Grouped heads share their keys. The store
-    has the parameters of each layer: scale, soft cap, sliding window, chunk, and ALiBi slopes. For older stores without
-    these parameters, full attention with the scale 1 / sqrt(head_dim) is assumed.
+    `q_rot` and `k_rot`, or `q` and `k` for models without rotary embedding. In grouped-query attention, the heads of a
+    group share their keys. The store has the parameters of each layer: scale, soft cap, sliding window, chunk of
+    chunked attention, and ALiBi slopes. For older stores without these parameters, full attention with the scale
+    1 / sqrt(head_dim) is assumed.
 
     queries: rows of the store, all by default. The keys are all rows up to the last query.
 
@@ -206,8 +207,8 @@ def weights_of_head(
 def window_of_head(capture: StoreReader, layer: int, head: int, q: np.ndarray, k: np.ndarray, first: int) -> np.ndarray:
     """Attention weights of one head on the keys from row `first` on, float32 [queries, 1 + keys].
 
-    The first column is the sum of the weights on earlier keys. The arguments are those of `weights_of_head`. At a
-    time, the weights on all keys are in memory for at most _QUERIES queries.
+    The first column is the sum of the weights on earlier keys. The arguments are those of `weights_of_head`. The
+    weights on all keys are in memory for at most _QUERIES queries at a time.
     """
     weights = np.zeros((len(q), 1 + len(k) - first), np.float32)
     for queries, keys, shares, sums in _softmax(capture, layer, head, q, k, first):
@@ -224,7 +225,7 @@ def _softmax(
     """Yield (queries, keys, shares [queries, keys], sums of shares [queries, 1]) for blocks of queries.
 
     shares: exp(score - maximum), the weights before normalisation. A weight is a share divided by the sum of the
-    query's shares. Weights on other keys are 0.
+    query's shares. Keys outside `keys` have weight 0.
     """
     how, dims = _How.of(capture, layer), capture.attrs["dims"]
     heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))

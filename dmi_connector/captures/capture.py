@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines `open_capture`, and `Capture`, which extends `StoreReader` by the functions of this package."""
+"""Defines `open_capture`, and `Capture`, which extends `StoreReader` with the functions of this package."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def open_capture(
     follow: open a capture that is still being written, on this machine. Waits until the capture has begun.
     `FollowedCapture.follow` yields rows as they are written. A finished capture can be followed too.
 
-    Raises TimeoutError, with a message about what exists instead of the store. Raises CaptureFailed (a
-    FileNotFoundError) at once if there will be no store: the directory's index says that the capture failed, was
-    aborted or was removed, or no process writes it any more. Raises FileNotFoundError for a bucket or a directory that
-    does not exist, and for a store that is removed while it is opened. Raises CaptureIncomplete for a store that lacks
-    rows. Raises ValueError for a directory that is not a store of this format, or has unknown dtypes or codecs. Raises
-    RemoteError (an OSError) if an object store refuses a request or does not answer, and ImportError if obstore is
-    needed but not installed.
+    Raises TimeoutError if there is no store after `timeout` seconds; its message says what exists instead. Raises
+    CaptureFailed (a FileNotFoundError) at once if there will be no store: the directory's index says that the capture
+    failed, was aborted or was removed, or no process writes it any more. Raises FileNotFoundError for a bucket or a
+    directory that does not exist, and for a store that is removed while it is opened. Without allow_incomplete, raises
+    CaptureIncomplete for a store that lacks rows. Raises ValueError for a directory that is not a store of this format,
+    for unknown dtypes or codecs, and for a URL with follow=True. Raises RemoteError (an OSError) if an object store
+    refuses a request or does not answer, and ImportError if obstore is needed but not installed.
     """
     if follow:
         return follow_capture(path, timeout, lambda final: Capture(*finished_store(final, 0, allow_incomplete=True)))
@@ -89,11 +89,11 @@ class Capture(StoreReader):
         return names_rows(name, self._table, self.attrs)
 
     def _named(self, hook: str, layer: Layers) -> tuple[str, Any]:
-        """(hook, layer) of arguments `hook`, which is a name as in `cap[...]`, and `layer`.
+        """Resolve a name as in `cap[...]` and an argument `layer` to (hook, layer).
 
-        Raises ValueError for an invalid layer after the `@`, for a second layer in `layer`, and for TransformerLens'
-        name of a hook whose reduction does not keep its values. Raises KeyError for TransformerLens' name of a tensor
-        that is not a hook.
+        Raises ValueError for an invalid layer after the `@`, for a layer both in the name and in `layer`, and for
+        TransformerLens' name of a hook whose reduction does not keep its values. Raises KeyError for TransformerLens'
+        name of a tensor that is not a hook.
         """
         if self._table.holds(hook):
             return hook, layer
@@ -108,8 +108,8 @@ class Capture(StoreReader):
     def numpy(self, hook: str, layer: Layers = None, tokens: Tokens = None, convert: bool = True) -> np.ndarray:
         """Like `StoreReader.numpy`. hook: a name as in `cap[...]`, which may include the layer, as in "q@3".
 
-        Raises ValueError for an invalid layer after the `@`, for a second layer in `layer`, and for TransformerLens'
-        name of a hook whose reduction does not keep its values.
+        Also raises ValueError for an invalid layer after the `@`, for a layer both in `hook` and in `layer`, and for
+        TransformerLens' name of a hook whose reduction does not keep its values.
         """
         return super().numpy(*self._named(hook, layer), tokens, convert)
 

@@ -61,10 +61,11 @@ def open_captures(
     hooks: str | Collection[str] | None = None,
     on_error: Literal["raise", "skip"] = "raise",
 ) -> Captures:
-    """Find the finished stores of a directory, by start time. Reads the directory's index; most stores are not opened.
+    """Find the finished stores of a directory, sorted by start time.
 
-    directory: a path, or a URL such as s3://bucket/prefix. In an object store, stores that no index names are opened
-    once, and stores whose upload has not ended are left out.
+    This reads the directory's index; most stores are not opened. directory: a path, or a URL such as
+    s3://bucket/prefix. In an object store, stores that no index names are opened once, and stores whose upload has not
+    ended are left out.
 
     A filter that is None accepts every store.
 
@@ -161,10 +162,11 @@ def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
 def named_rows(
     captures: Captures, name: str, choice: RowChoice | None = None, beside: RowView | None = None
 ) -> RowView:
-    """`Captures.rows` for a hook name as in `Captures.filter`. beside: a view with the same rows, to be reused.
+    """The view of `Captures.rows` for a hook name as in `Captures.filter`.
 
-    Raises like `Captures.rows`. For a TransformerLens name, also raises KeyError if the name means another tensor in
-    the first store's model, and ValueError if a reduction did not keep the hook's values.
+    beside: a view of the same stores with the same choice; its rows are reused. Raises like `Captures.rows`. For a
+    TransformerLens name, also raises KeyError if the name means another tensor in the first store's model, and
+    ValueError if a reduction did not keep the hook's values.
     """
     captures.check_one_model()
     check_some(captures.infos, name, captures.why_empty)
@@ -177,7 +179,7 @@ def named_rows(
 
 
 def is_there(info: CaptureInfo) -> bool:
-    """Whether the files of a finished store exist, on this machine or in an object store."""
+    """Whether a finished store exists. A store in an object store is assumed to exist."""
     return isinstance(info.store, RemotePath) or info.store.is_dir()
 
 
@@ -281,9 +283,9 @@ class Captures:
 
         where: function of a `CaptureInfo`. hooks: one name or several, such as "resid_pre@3" (hook@layer), "q" (in any
         layer) or "blocks.3.attn.hook_z". A store is left out if a TransformerLens name means another tensor in its
-        model, or if it was removed meanwhile. With `hooks`, the root document of each store that `where` accepts is
-        read once. Raises ValueError if a document cannot be read, and for an invalid layer. Raises KeyError for a hook
-        or layer that none of these stores has.
+        model, or if it was removed meanwhile. With `hooks`, the root `zarr.json` of each store that `where` accepts is
+        read once. Raises ValueError if a `zarr.json` cannot be read, and for an invalid layer. Raises KeyError for a
+        hook or layer that none of these stores has.
         """
         kept = [info for info in map(whole, self.infos) if where(info)] if where is not None else self.infos
         found, why = kept if hooks is None else holding(kept, hooks), self.why_empty
@@ -293,7 +295,7 @@ class Captures:
         return replace(self, infos=tuple(found), why_empty=why)
 
     def check_one_model(self) -> None:
-        """Raise ValueError if the stores are of several models. Stores filtered by `model` count as of one model."""
+        """Raise ValueError if the stores are of several models. Stores filtered by `model` count as one model."""
         one = OneModel(self.model)
         for info in map(whole, self.infos) if self.model is None else ():
             one.check(info.store, info.model)

@@ -26,7 +26,7 @@ Where = Callable[[CaptureInfo], bool]
 
 
 def whole(info: CaptureInfo) -> CaptureInfo:
-    """Fill in the fields that the index of older stores lacks."""
+    """Fill in the fields that index lines of older formats lack, from the store."""
     if info.prompt_len is not None and info.model is not None:
         return info
     attrs = read_attrs(info.store)
@@ -34,7 +34,7 @@ def whole(info: CaptureInfo) -> CaptureInfo:
 
 
 def holding(infos: Sequence[CaptureInfo], hooks: str | Collection[str]) -> list[CaptureInfo]:
-    """The stores that have all of these hooks, without removed stores. Raises KeyError for a name that no store has."""
+    """The stores that have all of these hooks, except removed ones. Raises KeyError for a name that no store has."""
     wanted = [hooks] if isinstance(hooks, str) else list(hooks)
     held: dict[int, set[str]] = {}
     layers: dict[str, set[int]] = {}

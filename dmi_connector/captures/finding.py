@@ -63,7 +63,7 @@ def below_prefix(place: RemotePath, on_error: str) -> list[CaptureInfo]:
 
 
 def _uploaded(store: RemotePath) -> CaptureInfo | None:
-    """The `CaptureInfo` of a store; None if it is not a capture, or if its root document is not uploaded yet."""
+    """The `CaptureInfo` of a store; None if it is not a capture, or if its root `zarr.json` is not uploaded yet."""
     try:
         return info_of(store)
     except NotACapture:

@@ -24,7 +24,7 @@ _STEP_BYTES = 1 << 18
 
 
 class NotFinite(ValueError):
-    """Raised for a store with a NaN or an infinity: under "fail", and under "skip" by code that skips whole stores."""
+    """Raised for a NaN or an infinity under "fail", and under "skip" by code that cannot leave out single rows."""
 
 
 def not_finite(values: np.ndarray, minus_infinity: bool = False) -> np.ndarray:
@@ -51,10 +51,10 @@ def not_finite(values: np.ndarray, minus_infinity: bool = False) -> np.ndarray:
 
 
 class FiniteCheck:
-    """Applies a policy to rows with a NaN or an infinity, and counts these rows.
+    """Applies a policy to bad rows, which have a NaN or an infinity, and counts them.
 
-    policy: "skip" leaves them out, "keep" keeps them, "fail" raises NotFinite. option: name of the option in errors.
-    rows: {store: number of such rows}. first: {store: index of the first such row}.
+    policy: "skip" leaves bad rows out, "keep" keeps them, "fail" raises NotFinite. option: name of the option in
+    errors. rows: {store: number of bad rows}. first: {store: index of the first bad row}.
 
     Raises ValueError for another policy.
     """
@@ -70,7 +70,7 @@ class FiniteCheck:
 
     @property
     def settings(self) -> dict[str, str]:
-        """{"finite": "keep"} for that policy, else {}. An export that is continued must have the same settings.
+        """{"finite": "keep"} with the policy "keep", else {}. A continued export must have the same settings.
 
         "skip" and "fail" write the same files, so an export may change from one to the other.
         """
@@ -118,14 +118,14 @@ class FiniteCheck:
             self.first[store] = min(row, self.first.get(store, row))
 
     def warn(self) -> None:
-        """Warn once, about the first store with such rows."""
+        """Warn once, about the first store with bad rows."""
         if self.first and not self._warned and self.policy != "fail":
             store, row = next(iter(self.first.items()))
             self._warned = self.rows.total()
             warnings.warn(f"{store}: row {row} holds {WHAT}; such rows are {self._verb}", RuntimeWarning, stacklevel=3)
 
     def warn_all(self) -> None:
-        """Warn with the number of rows since the previous `warn_all`, if rows were counted since the latest warning."""
+        """If bad rows were counted since the latest warning, warn with their number since the previous `warn_all`."""
         new = self.rows.total() - self._reported
         if self.rows.total() > self._warned and self.policy != "fail":
             self._warned = self._reported = self.rows.total()
@@ -141,5 +141,5 @@ class FiniteCheck:
         return "left out" if self.policy == "skip" else "kept"
 
     def recall(self, first: Mapping[str, Any]) -> None:
-        """Add the results of an earlier run. first: {store: first bad row}."""
+        """Add the first bad rows that an earlier run found. first: {store: row}."""
         self.first = {**first, **self.first}

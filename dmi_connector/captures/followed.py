@@ -59,8 +59,8 @@ class FollowedCapture(Generic[Reader]):
     """One capture that may still be written. Made by `open_capture(path, follow=True)`.
 
     attrs: the root attributes known so far, including `hooks`. hooks: names that can be read. layers: {hook: layer
-    numbers}. prompt_len: number of tokens of the prompt. finished: the `Capture` of the finished store; None until
-    `follow` has seen the end of the capture.
+    numbers}. prompt_len: number of tokens of the prompt. finished: the `Capture` of the finished store. It is None
+    until `follow` has seen the end of the capture, unless the capture had already ended when it was opened.
     """
 
     def __init__(self, path: Path, partial: PartialStore, open_finished: Callable[[Path], Reader]) -> None:
@@ -103,9 +103,9 @@ class FollowedCapture(Generic[Reader]):
 
         names: names as in `Capture[...]`, such as "resid_pre@20", or "token_ids", "positions", "phase". Rows of hooks
         are as in `Capture.numpy`: float32 [n, width], or [layers, n, width] if the name has no layer; integer hooks
-        keep their dtype. Rows of the other names have the shape [n]. With a list of names, rows are a dict. A writer
-        writes `chunk_tokens` rows at a time. "logits" must be followed alone: it has a row per sample, and its rows
-        come 8 samples late.
+        keep their dtype. Rows of the other names have the shape [n]. With a list of names, rows are a dict {name:
+        array}. A writer writes `chunk_tokens` rows at a time. "logits" must be followed alone: it has one row per
+        sampled token, and a row is yielded only after 8 later ones.
 
         Missing rows are left out. The rows after missing ones are yielded only when the capture has ended. pause:
         function that is called between polls.
@@ -235,7 +235,7 @@ class _Named:
 
 
 def _held(positions: np.ndarray) -> Iterator[slice]:
-    """Slices of samples that are not missing. positions: see `Capture.logits_positions`."""
+    """Slices of samples that are not missing, each in one shard. positions: see `Capture.logits_positions`."""
     for at in range(0, len(positions), SAMPLES_PER_SHARD):
         held = np.flatnonzero(positions[at : at + SAMPLES_PER_SHARD] >= 0) + at
         for run in np.split(held, np.flatnonzero(np.diff(held) > 1) + 1):

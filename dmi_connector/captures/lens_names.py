@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps TransformerLens' names of tensors to our hooks that are the same tensors.
+"""Maps TransformerLens' names of tensors to the hooks that are the same tensors.
 
-tests/types/test_transformer_lens.py compares each of them with TransformerLens' cache.
+tests/types/test_transformer_lens.py compares each of these hooks with TransformerLens' cache.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ PATTERN = "attn.hook_pattern"
 NORMS = {"ln1": "resid_pre", "ln2": "resid_mid", "ln_final": "resid_final"}
 """{norm: hook that is its input}. `hook_scale` and `hook_normalized` are computed from the input."""
 HEADS = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "q_rot": "heads", "k_rot": "kv_heads", "z": "heads"}
-"""{hook with several heads: key of `dims` that holds the number of heads}."""
+"""{hook with several heads: key of the attribute `dims` with the number of heads}."""
 OF_NORMS = tuple(f"{norm}.{part}" for norm in NORMS for part in ("hook_scale", "hook_normalized"))
 
 _EMBED_BEFORE = (
@@ -123,7 +123,7 @@ def unlisted(name: str) -> str:
 def lens_name(hook: str, layer: int | None) -> str | None:
     """The first name of a hook in TL_NAMES, with the prefix of its block; None if TL_NAMES does not have the hook.
 
-    In some models the name is of another tensor: see `why_not_equal`.
+    In some models the name means another tensor: see `why_not_equal`.
     """
     for name, same in TL_NAMES.items():
         if same == hook:
@@ -145,7 +145,7 @@ def equal_hooks(attrs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def why_not_equal(name: str, attrs: Mapping[str, Any]) -> str | None:
-    """Why no hook of a store's model is the tensor of a TransformerLens name; None if a hook may be."""
+    """Why no hook is the tensor that a TransformerLens name means in a store's model; None if a hook may be."""
     architecture, normed = attrs.get("architecture"), attrs.get("qk_norm")
     hook = {**TL_NAMES, **QK_NAMES[False], **QK_NAMES[True]}.get(name)
     if architecture in _EMBED_BEFORE and hook == "embed":

@@ -54,7 +54,7 @@ def hook_and_layer(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None
 def is_lens_name(name: str, hook: str) -> bool:
     """Whether `name`, which `hook_and_layer` resolves to `hook`, is TransformerLens' name of the hook.
 
-    Such a name means the values before reduction. Our own name means the stored ones.
+    TransformerLens' name means the values before reduction. This package's name means the stored values.
     """
     return name.partition("@")[0] != hook
 

@@ -25,7 +25,7 @@ def attention_summary(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(positions, weights, entropy); see `Capture.attention_summary`."""
     reduction = capture.reduction("pattern")
-    # The result exists only for this reduction, so the check is for its class.
+    # Only this reduction gives such a result, so its class is asserted.
     assert isinstance(reduction, AttentionSummary), "the pattern is stored in no other form"
     check_head(head, capture.shape("pattern")[-1] // reduction.words)
     parts = reduction.split(capture.numpy("pattern", layer, tokens))

@@ -57,8 +57,8 @@ class RowChoice:
     def of(self, infos: Sequence[CaptureInfo], counts: Sequence[int], sampled: bool = False) -> Runs:
         """The chosen rows of stores. counts: number of rows (for logits, of samples) of each store.
 
-        Raises ValueError for a mask of another shape, for damaged token arrays, and for other numbers of rows than
-        `counts`.
+        Raises ValueError for a mask of another shape, for damaged token arrays, and for a store whose number of rows is
+        not the one in `counts`.
         """
         found: list[np.ndarray] = [np.empty((0, 2), np.int64)] * len(infos)
 

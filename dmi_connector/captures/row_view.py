@@ -94,7 +94,7 @@ class RowView:
             self.runs = (choice or RowChoice()).of(infos, self._counts(infos), self.sampled)
 
     def _counts(self, infos: Sequence[CaptureInfo]) -> list[int]:
-        """The number of rows of each store. For logits the stores are read, because the index lacks it."""
+        """The number of rows of each store. For logits the stores are read, because the index lacks the number."""
         counts = [info.num_tokens or 0 for info in infos]
 
         def look(number: int) -> None:
@@ -271,8 +271,8 @@ class RowView:
         Returns int64 arrays (index in `stores`, first row in the store, number of rows) of the parts. The rows of a
         part are in ascending order, but need not be consecutive.
 
-        The length of a chunk is that of the store with the largest row number in the view. A short store may have one
-        shorter chunk.
+        The chunk length is taken from the store with the largest row number in the view, because a short store may
+        have a single, shorter chunk.
         """
         ends = self.runs.firsts + np.diff(self.runs.begins)
         chunk = self._of(int(self.runs.stores[np.argmax(ends)]))[0].chunk_rows if len(ends) else 1
@@ -283,7 +283,7 @@ class RowView:
         return np.empty((len(self._layers), rows, self._stored_width), f"<u{self.stored_dtype.itemsize}")
 
     def plan_block(self, store: int, begin: int, places: np.ndarray, out: np.ndarray) -> Iterator[ShardPieces]:
-        """Yield the pieces to read, for `read_pieces`, of `len(places)` rows of the view from row `begin` on.
+        """Yield the pieces, for `read_pieces`, of `len(places)` rows of the view, starting at row `begin`.
 
         store: index of the store that has all these rows. places: indexes of the rows in `out`, which is a `buffer`.
         """
@@ -317,7 +317,7 @@ class RowView:
         return planned
 
     def _of(self, store: int) -> tuple[HookArray, list[int]]:
-        """(array of a store, indexes in it of the view's layers)."""
+        """(array of a store, indexes of the view's layers along its layer axis)."""
         with self._lock:
             found = self._open.get(store)
             if found is not None:
@@ -361,7 +361,7 @@ class RowView:
 
 
 def _source(capture: StoreReader, hook: str, layer: Layers) -> tuple[str, list[int | None], list[int]]:
-    """(stored array of a hook, stored numbers of the wanted layers, their numbers for the reader)."""
+    """(array that stores a hook, layer numbers in the array, layer numbers of the hook), for the wanted layers."""
     sources = capture.sources(hook, layer)
     names = {source.array for source in sources}
     if len(names) > 1:
