@@ -231,7 +231,7 @@ class RowView:
         """Fields of the tokens of rows, {field: array [n]}. Reads the token arrays of the stores.
 
         fields: some of these. token_ids: int32. next_token_ids: int32, id of the next token, -1 if the store does not
-        have it. positions: int32, position in the request. phase: uint8, 0 for prompt tokens, 1 for generated ones.
+        have it. positions: int32, position in the request. phase: uint8, 0 for prompt tokens, 1 for all later ones.
         store: int64, index in `stores`. row: int64, row in that store; for logits, the sample. key: key of the request,
         or None.
 

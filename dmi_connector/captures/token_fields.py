@@ -27,7 +27,7 @@ DTYPES: dict[str, str] = {
 """{field: dtype of its values}.
 
 token_ids: id of the token. next_token_ids: id of the next token, -1 if the store does not have it. positions: position
-in the request. phase: 0 for prompt tokens, 1 for generated ones. store: index of the store. row: row in the store; for
+in the request. phase: 0 for prompt tokens, 1 for all later ones. store: index of the store. row: row in the store; for
 logits, the sample. key: key of the request, or None.
 """
 IN_STORE = ("token_ids", "next_token_ids", "positions", "phase")

@@ -15,7 +15,7 @@ from dmi_connector.wording import suggest
 
 RESID_POST = "resid_post"
 Layers = int | Sequence[int] | None
-"""One layer number, several, or all."""
+"""One layer number, several, or None for all."""
 
 
 @dataclass(frozen=True)

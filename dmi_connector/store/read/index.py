@@ -88,11 +88,11 @@ def find_captures(
     """Captures of a store directory, sorted by start time. Aborted and removed captures are left out.
 
     directory: a path, or a URL such as s3://bucket/prefix. key: only captures with this key. request_id: only captures
-    of this request. It also matches the ids that vLLM makes of it: children of one request get a number as prefix
+    of this request. It also matches the ids that vLLM derives from it: children of one request get a number as prefix
     (`0_id`), requests of the Responses API get one as suffix (`resp_xxxx_0`), and every request gets a random suffix
     (`id-xxxx`).
 
-    This reads the directory's index, and does not open stores that are finished in the index. Other stores of a local
+    This reads the directory's index. It does not open stores that the index lists as finished. Other stores of a local
     directory, such as copies, are found by their names (*.zarr), and each is opened once. With a key or request id,
     these are searched only if the index has no match. The state of a store that cannot be read is "failed".
 
@@ -121,7 +121,7 @@ def find_captures(
 
 
 def check_text(name: str, value: object) -> None:
-    """Raise ValueError unless the value of a filter is None or a text. A key that is a row number is a text too."""
+    """Raise ValueError unless the value of a filter is None or a string. Keys that are row numbers are strings too."""
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{name} {value!r} is not valid; give a string, as in {name}={str(value)!r}")
 
@@ -275,7 +275,7 @@ def _info(directory: Place, line: Mapping[str, Any]) -> CaptureInfo:
 
 
 class IndexTail:
-    """Follows the index of a store directory: each `read` returns the captures that have ended since.
+    """Follows the index of a store directory: each `read` returns the captures that ended since the previous one.
 
     new_only: as in `LineTail`. upload_failure: why the latest upload failed; None if it succeeded, or without uploads.
     """
@@ -299,7 +299,7 @@ class IndexTail:
 
 
 def same_request(wanted: str, stored: str | None) -> bool:
-    """Whether the request id in a store is `wanted`, or an id that vLLM made of it; see `find_captures`."""
+    """Whether the request id in a store is `wanted`, or an id that vLLM derived from it; see `find_captures`."""
     if stored is None:
         return False
     child, _, rest = stored.partition("_")

@@ -31,7 +31,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def read_index(directory: Given, word: str | None = None) -> Iterable[dict[str, Any]]:
-    """The whole lines of the index, one by one; no lines without an index. Torn and foreign lines are skipped.
+    """The lines of the index, one by one; none without an index. Truncated and invalid lines are skipped.
 
     word: a key, or a part of a request id. Lines of stores without the word may be left out, unparsed.
     """

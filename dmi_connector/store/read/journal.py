@@ -56,7 +56,7 @@ class JournalArray:
         self.end = max(self.end, other.end)
 
     def drop_replaced(self) -> None:
-        """Remove samples after the newest record: the engine dropped the steps that sampled them."""
+        """Remove samples beyond the end of the newest record. They are from steps that the engine discarded."""
         for sample in [sample for sample in self.positions if sample >= self.end]:
             del self.places[sample], self.counts[sample], self.positions[sample]
 
@@ -67,7 +67,7 @@ class JournalContent:
 
     about: facts about the capture. One journal per rank has them; in the others it is None. token_ids: int32 ids of
     each chunk, by first row. length, samples: number of rows, and numbers of samples by array; None and {} until the
-    capture is closed. torn: number of bytes at the end that are not a whole record.
+    capture is closed. torn: number of bytes at the end that are no intact record.
     """
 
     arrays: list[JournalArray]

@@ -50,7 +50,7 @@ class NotACapture(ValueError):
 
 
 def read_attrs(path: Given) -> dict[str, Any]:
-    """The root attribute of a store.
+    """The root attribute of a store: the attribute `dmi` of its root group.
 
     Raises NotACapture (a ValueError) if the path is not a store, ValueError for a store that is damaged or has another
     format version, and RemoteError if a request to the object store fails.

@@ -71,7 +71,7 @@ class PartialStore:
         return next((j.token_ids[first] for j in self._journals if first in j.token_ids), None)
 
     def written(self, known: np.ndarray) -> np.ndarray:
-        """Token ids of the rows that all arrays have so far, int32 [n]. Only once `attrs` has returned attributes.
+        """Token ids of the rows that all arrays have so far, int32 [n]. Call it after `attrs` has returned attributes.
 
         known: the result of an earlier call, or an empty array.
         """
@@ -123,7 +123,7 @@ class PartialStore:
     def documents(self, length: int, samples: int) -> dict[str, Any]:
         """{array: its zarr.json in a store with `length` rows and `samples` rows of logits}.
 
-        Only once `attrs` has returned attributes.
+        Call it after `attrs` has returned attributes.
         """
         journal = self._journals[0]
         grid = schema.Grid(journal.chunk_tokens, journal.segment_tokens)

@@ -154,15 +154,15 @@ class StoreReader:
 
     @property
     def phase(self) -> np.ndarray:
-        """Phase of each token, uint8 [tokens]: 0 for prompt tokens, 1 for generated ones."""
+        """Phase of each token, uint8 [tokens]: 0 for prompt tokens, 1 for all later ones."""
         return self._plain("phase")
 
     @property
     def draft_index(self) -> np.ndarray:
         """Number of each token among the draft tokens of its step, uint8 [tokens].
 
-        Draft tokens count from 1. Sampled tokens and prompt tokens have 0. 255 means unknown: the token was accepted
-        after a pause of the engine.
+        Draft tokens count from 1. Sampled tokens and prompt tokens have 0. 255 means unknown: the results of two steps
+        came at once, as after a pause of the engine.
 
         Raises KeyError without speculative decoding, and for a repaired store.
         """
@@ -187,9 +187,9 @@ class StoreReader:
 
     @property
     def logits_positions(self) -> np.ndarray:
-        """Position of the token of each row of `logits`, int32 [samples].
+        """Position of the token from which the model computed each row of `logits`, int32 [samples].
 
-        Raises KeyError without logits.
+        It is -1 for a missing row. Raises KeyError without logits.
         """
         self.sources("logits")
         return self._plain("logits_positions")

@@ -111,7 +111,7 @@ def _check_segment(
     for n, first, stop in spans:
         rows: dict[Term, np.ndarray | None] = {}
         for equation in wanted:
-            # A term is in consecutive sums only, so memory holds the chunks of one sum.
+            # A term occurs only in consecutive sums, so only the chunks of one sum are kept.
             rows = {
                 (name, layer): rows[name, layer]
                 if (name, layer) in rows

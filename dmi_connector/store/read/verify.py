@@ -67,7 +67,7 @@ def stores_of(directory: Given) -> list[Place]:
 
 
 def verify_dir(directory: Given) -> list[Problem]:
-    """Problems of the finished stores of a directory, except those removed meanwhile. Raises ValueError without any."""
+    """Problems of the finished stores of a directory, except those removed meanwhile. Raises like `stores_of`."""
     stores, begun = stores_of(directory), begun_stores(directory)
     found = [(store, verify_store(store, begun)) for store in stores]
     return [problem for store, problems in found if not is_gone(store) for problem in problems]

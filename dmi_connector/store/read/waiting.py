@@ -25,7 +25,7 @@ locks the store.
 
 
 class CaptureFailed(FileNotFoundError):
-    """Raised for a capture that will give no store, unless by a repair. The message says why, and what to do.
+    """Raised for a capture that gives no store, unless `dmi repair` recovers one. The message says why, and what to do.
 
     state: a state of `CaptureInfo`, "aborted", or "removed". reason: why it failed, as far as it is known.
     """
@@ -60,7 +60,7 @@ def wait_for(final: Place, seconds: float, there: Callable[[Place], bool] | None
 
 
 def _exists(final: Place) -> bool:
-    """Whether a store exists. In an object store its root document must exist, which is uploaded last."""
+    """Whether a store exists. In an object store its root `zarr.json` must exist, which is uploaded last."""
     if isinstance(final, Path):
         return final.exists()
     try:

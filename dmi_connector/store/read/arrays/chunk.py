@@ -13,7 +13,7 @@ from dmi_connector.store.read.files.store_files import StoredFile
 from dmi_connector.store.read.files.thread_pool import Scratch
 
 ABSENT = int(EMPTY)
-"""Offset of a chunk that was not captured."""
+"""Offset, in a shard index, of a chunk that was not captured."""
 _BFLOAT16 = numpy_dtype("bfloat16")
 _scratch = Scratch()
 

@@ -48,7 +48,7 @@ class HookValues:
     def decoded(self, sources: Sequence[Source], tokens: Tokens, convert: bool) -> np.ndarray:
         """Read decoded rows [sources, tokens, width].
 
-        They are float32 if one of the arrays was reduced. Otherwise the dtype is as in `stored`, with its `convert`.
+        They are float32 if any of the arrays was reduced. Otherwise `convert` determines the dtype, as in `stored`.
         """
         by_array = {name: [s.index for s in sources if s.array == name] for name in _arrays(sources)}
         if any("reduce" in self._attrs["hooks"][name] for name in by_array):
@@ -90,7 +90,7 @@ class HookValues:
         return [own[index] if own else 0 for index in indexes]
 
     def reduction(self, hook: str, sources: Sequence[Source]) -> Reduction | None:
-        """The reduction of a hook's arrays; None if they were not reduced. Raises ValueError if they differ in it."""
+        """The reduction of a hook's arrays; None if they were not reduced. Raises ValueError for several reductions."""
         found = {None if (reduced := self.reduced(name)) is None else reduced.reduction for name in _arrays(sources)}
         _check_one(hook, len(found))
         return found.pop()
@@ -101,7 +101,7 @@ class HookValues:
         return self.array(name).shape[2] if reduced is None else reduced.decoded_width
 
     def check_one_form(self, hook: str, sources: Sequence[Source]) -> None:
-        """Raise ValueError if decoded rows of a hook's arrays cannot be in one array, see `_form`."""
+        """Raise ValueError if decoded rows of a hook's arrays do not fit into one array; see `_form`."""
         names = _arrays(sources)
         if len(names) > 1:
             _check_one(hook, len({self._form(name) for name in names}))

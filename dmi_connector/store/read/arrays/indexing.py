@@ -84,9 +84,9 @@ def split_index(index: Any, axes: Mapping[str, int], whose: str) -> tuple[list[N
     rest.append(parts[-1])
     listed = [at for at, part in enumerate(rest) if not isinstance(part, slice)]
     if len(listed) == 1 and listed[0] < len(axes) and np.ndim(rest[listed[0]]) == 1:
-        rest[listed[0]] = slice(None)  # a single list: the array that was read has its order, and a slice avoids a copy
+        rest[listed[0]] = slice(None)  # a single list: its rows were read in its order, and a slice avoids a copy
     if dots:
-        # Numpy moves the axes of lists to the front if an ellipsis is between them, even one for no axis.
+        # Numpy moves the axes of lists to the front if an ellipsis is between them, even if it stands for no axis.
         rest.insert(at, Ellipsis)
     return wanted, tuple(rest)
 

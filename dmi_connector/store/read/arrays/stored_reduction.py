@@ -28,7 +28,7 @@ class StoredReduction:
 
     width, dtype: width and dtype of one slice before the reduction. shards: number of tensor-parallel slices, which
     were reduced separately. stored_width, stored_dtype: width and dtype of a whole stored row. store: path of the
-    store, where `find_fitted` begins the search for the file for decoding.
+    store, where `find_fitted` begins to search for the fitted file (scales or codebooks) that decoding may need.
     """
 
     reduction: Reduction
@@ -74,8 +74,8 @@ class StoredReduction:
     def decode(self, rows: np.ndarray, layers: Sequence[int | None]) -> np.ndarray:
         """Decode stored rows [layers, tokens, stored width] to float32 [layers, tokens, decoded width].
 
-        layers: the model's layer numbers, None for a hook that exists once. Raises FileNotFoundError if the file for
-        decoding is missing, and ValueError for damaged values.
+        layers: the model's layer numbers, None for a hook that exists once. Raises FileNotFoundError if the fitted
+        file is missing, and ValueError for damaged values.
         """
         decoded = self._decoded(rows)
         if not self.reduction.needs_file:
@@ -92,16 +92,16 @@ class StoredReduction:
             return self.reduction.tally_slices(self.slices(rows), self.width, self.dtype, self._part(layer))
 
     def check_files(self) -> None:
-        """Raise the error of `decode` if the file for decoding is missing."""
+        """Raise the error of `decode` if the fitted file is missing or damaged."""
         self.file()
 
     def file(self) -> FittedFile | None:
-        """The file for decoding; None if none is needed. Raises FileNotFoundError and ValueError."""
+        """The fitted file; None if decoding needs none. Raises FileNotFoundError and ValueError."""
         ref = self.reduction.fitted() if self.reduction.needs_file else None
         return None if ref is None else find_fitted(ref.kind, ref.sha256, self.store)
 
     def _part(self, layer: int | None) -> Any:
-        """The data for decoding rows of a layer; None if none are needed."""
+        """The data of a layer in the fitted file; None if decoding needs no file."""
         file = self.file()
         return None if file is None else self.reduction.part(file, layer or 0)
 
@@ -112,9 +112,7 @@ class StoredReduction:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Turn the error of a stored index beyond the width, or of a damaged setting, into a ValueError that names the
-        store.
-        """
+        """Turn an error in decoding, as of a stored index beyond the width, into a ValueError that names the store."""
         try:
             yield
         except ReduceError:  # names the fault of the store's settings

@@ -98,7 +98,7 @@ class RemoteFiles(StoreFiles):
                 yield bytes(block)
 
     def _listed(self) -> dict[str, int]:
-        """Sizes by path. They are listed only once, because a store with a root document does not change."""
+        """Sizes by path. They are listed only once, because a finished store does not change."""
         if self._sizes is None:
             prefix = f"{self.root.key}/"
             with requests_for(self.root) as obstore:

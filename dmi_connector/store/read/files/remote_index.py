@@ -41,7 +41,7 @@ def list_prefix(place: RemotePath) -> Listing:
 
 
 def finished_below(place: RemotePath, names: Iterable[str]) -> set[str]:
-    """The stores that have a root document, which is uploaded last. This sends one request per store.
+    """The stores that have a root `zarr.json`, which is uploaded last. This sends one request per store.
 
     Raises like `requests_for`, except FileNotFoundError.
     """
@@ -57,9 +57,9 @@ def finished_below(place: RemotePath, names: Iterable[str]) -> set[str]:
 
 
 def read_indexes(place: RemotePath) -> list[bytes]:
-    """The content of the index that was copied from a directory, then of the indexes of all uploads.
+    """The content of `index.jsonl`, which was copied from a directory, then of each index that an upload wrote.
 
-    The content is b"" for an index that does not exist. Raises like `requests_for`.
+    The content is b"" if `index.jsonl` does not exist. Raises like `requests_for`.
     """
     folder = RemoteFiles(place / INDEX_FOLDER)
     parts = [f"{INDEX_FOLDER}/{name}" for name in sorted(folder.names()) if name.endswith(".jsonl")]

@@ -69,7 +69,7 @@ class StoredFile(ABC):
 
 
 _LARGEST = 1 << 62
-"""Bytes that no local file has. A damaged index may have any offset, and the system refuses the largest ones."""
+"""A size that no local file has. A damaged index may have any offset, and reads at the largest ones raise OSError."""
 
 
 class LocalFile(StoredFile):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread pool that reads chunks. A process has one pool, by default with one thread per usable core."""
+"""The two thread pools of a process: one reads chunks, and one sends requests to object stores.
+
+The pool for chunks has one thread per usable core by default.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class _Pool:
         if threads is not None and (whole_number(threads) or 0) < 1:
             raise ValueError(f"threads {threads!r} is not valid; use 1 or more, or None for one per core")
         with self._lock:
-            # No shutdown: another thread may be handing it work. Its threads end when it is no longer referenced.
+            # No shutdown: another thread may be submitting work. The old threads end once nothing references them.
             self._wanted, self._executor = threads, None
 
     def executor(self) -> ThreadPoolExecutor:

@@ -19,9 +19,9 @@ from dmi_connector.store.read.files.remote_files import RemoteFile, look
 from dmi_connector.store.read.files.store_files import MAPPED_BYTES, Buffer, LocalFile, StoredFile, StoreFiles
 
 _HEADER = struct.Struct("<4s22xHH")
-"""The local header of an entry, up to the lengths of its name and its extra field. Both follow, then the bytes."""
+"""Local header of an entry. It ends with the lengths of the name and the extra field, which follow before the data."""
 _BLOCK = 1 << 16
-"""Number of bytes fetched at a time while the directory of a remote zip file is read."""
+"""Number of bytes fetched at a time while the central directory of a remote zip file is read."""
 
 
 class _Entry(NamedTuple):
@@ -65,7 +65,7 @@ class ZipFiles(StoreFiles):
         return LocalFile(str(self.place), base, entry.nbytes)
 
     def _base(self, path: str, entry: _Entry) -> int:
-        """Offset of an entry's bytes, by the local header: its extra field may differ from that in the directory."""
+        """Offset of an entry's data, from the local header: the extra field in the central directory may differ."""
         if path not in self._bases:
             with _whole(self.place) as file:
                 raw = file.read(entry.header, _HEADER.size)
