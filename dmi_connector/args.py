@@ -15,7 +15,7 @@ from dmi_connector.settings import POOL, ServerOptions
 MAX_BATCH = 65536
 """A batch size that no vLLM engine exceeds."""
 EXTRACT_HIDDEN_STATES = "extract_hidden_states"
-"""Method of vLLM's speculative config. With it, rows are in the cache layer of vLLM's draft model."""
+"""Method of vLLM's speculative config. With it, rows are kept in the cache layer of vLLM's draft model."""
 PLACEHOLDER_LAYERS = [1]
 """Layer ids in the speculative config. vLLM requires at least one. The id has no effect."""
 NO_DRAFTS = [[1, MAX_BATCH, 0]]

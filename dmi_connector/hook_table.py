@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hook:
-    """A hook: the name and the properties of one tensor of the forward, or of a probe.
+    """A hook: the name and the properties of one tensor of the forward pass, or of a probe.
 
-    width: symbol of the width, see `ModelDims.width`. scope: "layer" (one tensor per layer), "once" (one per forward)
-    or "sampled" (one row per sampled position). sharded: under tensor parallelism each rank holds a slice of the width.
-    doc: what the tensor is. dtype: "model" (the dtype of the model) or the name of a fixed dtype.
+    width: symbol of the width, see `ModelDims.width`. scope: "layer" (one tensor per layer), "once" (one per forward
+    pass) or "sampled" (one row per sampled position). sharded: under tensor parallelism each rank holds a slice of the
+    width. doc: what the tensor is. dtype: "model" (the dtype of the model) or the name of a fixed dtype.
 
     only: the models or layers that have the hook. "dense": layers with one MLP. "moe": layers with experts. "mixer":
-    layers with a mixer. "mrope": models whose positions have several axes. A name in FEATURES: models with this
-    feature. None: all. unless: a name in FEATURES; models with this feature lack the hook. block: a name in BLOCKS;
-    layers without this block lack the hook. "": no block is required.
+    layers with a mixer (Mamba or linear attention). "mrope": models whose positions have several axes. A name in
+    FEATURES: models with this feature. None: all. unless: a name in FEATURES; models with this feature lack the hook.
+    block: a name in BLOCKS; layers without this block lack the hook. "": no block is required.
 
     source: for a probe, the hook from which it is computed; "" for a tensor of the model. A probe has the width, scope,
     sharding and dtype of its source. layers: for a probe, the layers of its source; (0,) if the source exists once.
@@ -67,7 +67,7 @@ INSTEAD = {
     "latent": "whose attention has kv_c and k_pe instead of keys and values per head",
     "ungated_mlp": "whose MLP has no gate",
 }
-"""Feature with which a model lacks some hooks -> clause of the error message."""
+"""Feature whose models lack some hooks -> clause of the error message."""
 
 
 def _of_attention(
@@ -136,7 +136,7 @@ ALIASES = {"mlp_in": "ln2"}
 layer, or resid_final for the last layer."""
 
 _NAMED_ALONE = ("q_rot", "k_rot", "pattern", "indexer_topk", "mlp_pre", "mlp_pre_linear")
-"""Hooks that `vllm-full` leaves out: they follow from other hooks and the weights, or their rows are large."""
+"""Hooks that `vllm-full` leaves out: other hooks and the weights determine them, or their rows are large."""
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "hidden-states": ("resid_pre", "resid_final"),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory layouts of rows in GPU memory, and of payloads on their way to a store.
 
-Taps write rows. A row holds all selected hooks of one token, one after the other. A payload holds the values of a
-chunk of rows array by array, as the store does. Nothing here imports torch or vllm.
+Taps (forward hooks of the model) write rows: all selected hooks of one token, one after the other. A payload holds the
+values of a chunk of rows array by array, as the store does. Nothing here imports torch or vllm.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HEADER_BYTES = 64
 """Bytes of the header at the start of a row: token id and position (two int32), then padding."""
 
 HEADER_SENT_BYTES = 8
-"""Bytes of a row's header in a payload: token id and position. The coordinator compares them with the request."""
+"""Bytes of a row's header in a payload: token id and position. The coordinator process checks both."""
 
 TOKEN_ARRAYS = {"token_ids": "int32", "positions": "int32", "phase": "uint8"}
 """Name -> dtype of the 1-D arrays that each store has beside its hooks."""
@@ -44,7 +44,7 @@ DRAFT_INDEX = "draft_index"
 """An additional 1-D array in stores of requests with speculative decoding."""
 
 DRAFT_UNKNOWN = 255
-"""Value of draft_index if the step that drafted a token is unknown, because two steps returned results at once."""
+"""Value of draft_index if a token's step is unknown: two steps returned results at once, as after a pause."""
 
 ALL_TOKEN_ARRAYS = {**TOKEN_ARRAYS, DRAFT_INDEX: "uint8"}
 """Name -> dtype of every 1-D array that a store may have beside its hooks."""
@@ -137,7 +137,7 @@ def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims
     integer hooks, logits and probes. tp: tensor-parallel size.
 
     Raises ReduceError for a rule that reduces an integer hook, logits or a probe by name, or names a hook that is not
-    captured. It is also raised for a captured hook that needs a reduction and has none.
+    captured. Also raises ReduceError for a captured hook that needs a reduction and has none.
     """
     found: dict[str, Reduction | None] = {}
     able = [n for n in selection.row_hooks if dims.hooks[n].dtype != "int32" and not dims.hooks[n].source]

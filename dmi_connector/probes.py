@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds the probes of an engine to the hooks of its model. A probe is a hook that taps compute from another hook.
+"""Adds the probes of an engine to the hooks of its model. A probe is a hook that the engine computes from another one.
 
 Nothing here imports torch or vllm.
 """
@@ -45,7 +45,7 @@ def with_probes(dims: ModelDims, probes: Sequence[tuple[str, str]], tp: int) -> 
 def check_alerts(alerts: Sequence[tuple[str, float]], computed: Mapping[str, AnyProbe]) -> None:
     """Raise OptionError if a norm in the option `probe_alerts` has a score in several layers.
 
-    Its layers are known only with the model. computed: the result of `with_probes`.
+    The layers of a norm are known only with the model. computed: the result of `with_probes`.
     """
     for name, _ in alerts:
         probe = computed[PROBE + name]

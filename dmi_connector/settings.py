@@ -45,7 +45,7 @@ _OF_VLLM = {
 _MOST_BYTES, _MOST_TOTAL = 1 << 44, 1 << 60
 """Upper bounds of option values: bytes of a buffer, and bytes or seconds of a limit."""
 _MOST_SCORE = sys.float_info.max
-"""Bound of thresholds. Python raises OverflowError for larger integers where it needs a float."""
+"""Bound of thresholds. Python raises OverflowError when it converts a larger integer to a float."""
 
 
 def _path(option: str, value: object) -> str:
@@ -146,8 +146,8 @@ class ServerOptions:
 
     What is captured. hooks: the selection (see `hooks.parse_selection`). reduce: {hook patterns: reduction}, in which
     the first match of a hook applies, or the name of a mode (docs/REDUCTIONS.md). probes: {name: file}; each probe is
-    computed in the forward and captured as the hook probe.NAME (docs/PROBES.md). probe_alerts: {name: score}; requests
-    with a larger score of the probe are counted.
+    computed in the forward pass and captured as the hook probe.NAME (docs/PROBES.md). probe_alerts: {name: score};
+    requests with a larger score of the probe are counted.
 
     Memory. owner: "pool" keeps rows in a pool, "" keeps them in vLLM's cache. pool_bytes: size of the pool; 0: from the
     size of vLLM's cache. staging_bytes: GPU memory in which chunks are gathered; 0: automatic. host_buffer_bytes: size
