@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory layouts of rows in GPU memory, and of payloads on their way to a store.
 
-Taps (forward hooks of the model) write rows: all selected hooks of one token, one after the other. A payload holds the
-values of a chunk of rows array by array, as the store does. Nothing here imports torch or vllm.
+Taps (forward hooks of the model) write rows. A row has the values of all selected hooks for one token. A payload holds
+the values of a chunk of rows array by array, as the store does. Nothing here imports torch or vllm.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DRAFT_INDEX = "draft_index"
 """An additional 1-D array in stores of requests with speculative decoding."""
 
 DRAFT_UNKNOWN = 255
-"""Value of draft_index if a token's step is unknown: two steps returned results at once, as after a pause."""
+"""Value of draft_index if a token's step is unknown: two steps returned results at once, as after an engine pause."""
 
 ALL_TOKEN_ARRAYS = {**TOKEN_ARRAYS, DRAFT_INDEX: "uint8"}
 """Name -> dtype of every 1-D array that a store may have beside its hooks."""

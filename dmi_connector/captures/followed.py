@@ -105,7 +105,7 @@ class FollowedCapture(Generic[Reader]):
         are as in `Capture.numpy`: float32 [n, width], or [layers, n, width] if the name has no layer; integer hooks
         keep their dtype. Rows of the other names have the shape [n]. With a list of names, rows are a dict {name:
         array}. A writer writes `chunk_tokens` rows at a time. "logits" must be followed alone: it has one row per
-        sampled token, and a row is yielded only after 8 later ones.
+        sampled token. A row of logits is yielded when 8 later ones are written, or at the end of the capture.
 
         Missing rows are left out. The rows after missing ones are yielded only when the capture has ended. pause:
         function that is called between polls.

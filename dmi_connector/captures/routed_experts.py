@@ -25,7 +25,7 @@ def routed_experts(capture: StoreReader, prompt_start: int = 0, check: bool = Tr
 
     prompt_start: number of tokens to leave out at the start of the prompt, at most the whole prompt, as in
     `SamplingParams.routed_experts_prompt_start`. check: refuse a layer with experts if all expert numbers are 0, as
-    from a kernel that hides its routing. With one expert per token, at least 32 tokens are needed for this check.
+    from a kernel without accessible routing. With one expert per token, this check needs at least 32 tokens.
 
     Raises KeyError if `topk_ids` was not captured. Raises ValueError for a store that lacks layers or rows, for a store
     that is too old to have the number of experts, for an invalid prompt_start, and for a layer of zeros.

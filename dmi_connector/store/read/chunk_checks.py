@@ -62,8 +62,8 @@ class ChunkChecks:
     ) -> Iterator[tuple[str, str]]:
         """Yield (where, what) of layers with only one value.
 
-        arrays: the arrays that were checked. summed: (hook, layer) pairs for which the sums of the residual stream are
-        right. These pairs, and hooks of the same block, may be all zeros.
+        arrays: the arrays that were checked. summed: (hook, layer) pairs for which the sums of the residual stream
+        hold. These pairs, and hooks of the same block, may be all zeros.
         """
         excused = {(hook, layer) for output, layer in summed for hook in (output, *_FED_BY.get(output, ()))}
         for hook, layer in ((name, layer) for name, array in arrays.items() for layer in array.layers or (0,)):

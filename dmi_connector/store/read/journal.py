@@ -67,7 +67,7 @@ class JournalContent:
 
     about: facts about the capture. One journal per rank has them; in the others it is None. token_ids: int32 ids of
     each chunk, by first row. length, samples: number of rows, and numbers of samples by array; None and {} until the
-    capture is closed. torn: number of bytes at the end that are no intact record.
+    capture is closed. torn: number of bytes after the last intact record.
     """
 
     arrays: list[JournalArray]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFESTS = "manifest*.jsonl"
-"""Glob pattern of the manifests in the directory of a run: one manifest, or one per `--shard`."""
+"""Glob pattern of the manifests in the directory of a run: one manifest, or one per job of `--shard`."""
 
 
 def read_manifest(path: Path) -> Iterator[dict[str, Any]]:

@@ -69,7 +69,7 @@ class StoredFile(ABC):
 
 
 _LARGEST = 1 << 62
-"""A size that no local file has. A damaged index may have any offset, and reads at the largest ones raise OSError."""
+"""A size that no local file has. A damaged index may have any offset, and `os.preadv` fails for the largest ones."""
 
 
 class LocalFile(StoredFile):
