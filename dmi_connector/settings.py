@@ -64,8 +64,8 @@ def _owner(value: object) -> str:
         raise refuse(
             "owner",
             value,
-            "is not set here; leave owner out: rows are in the draft's cache with speculative_config of "
-            "method extract_hidden_states, and otherwise in the target's",
+            "is not set here; leave owner out: with speculative_config method extract_hidden_states, rows are in the "
+            "draft's cache, otherwise in the target's",
         )
     return "" if value == "" else one_of("owner", value, (POOL,))
 

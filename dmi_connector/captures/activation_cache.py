@@ -102,13 +102,13 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
         short, layer = names.split_name(name)
         block = next((full for full in self.cache_dict if layer is None and names.split_name(full)[0] == name), None)
         if block is not None:
-            return f"it belongs to a block: name one, as in {block}"
+            return f"the name needs a block, as in {block}"
         known = names.why_not_equal(short, self._capture.attrs)
         if known is not None:
             return known
         hook = dict(names.equal_hooks(self._capture.attrs)).get(short)
         if hook is not None and hook in self._capture and self._is_other(hook, layer):
-            return f"{hook} was stored as a projection or a summary, not as itself"
+            return f"{hook} was stored as a projection or a summary, which does not keep its values"
         if hook is not None:
             return f"{hook} {'' if layer is None else f'of layer {layer} '}was not captured"
         if short == names.PATTERN:
@@ -187,7 +187,7 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
             return f"it is computed from {hooks[0]} and {hooks[1]} of {where}, which were not both captured"
         for hook in hooks:
             if self._is_other(hook, layer):
-                return f"{hook} was stored as a projection or a summary, not as itself"
+                return f"{hook} was stored as a projection or a summary, which does not keep its values"
         lacking = [r for r in self._capture.missing if r[0] < self._capture.attrs["num_tokens"]]
         if self._capture.attrs["start"] or lacking:
             return "attention needs all earlier rows as keys, and the store lacks some"

@@ -45,8 +45,8 @@ def routed_experts(capture: StoreReader, prompt_start: int = 0, check: bool = Tr
     empty = [layer for layer in held if len(found) and not found[:, layer].any()]
     if check and empty and (top_k > 1 or len(found) >= _FEW):
         raise ValueError(
-            f"{capture.path}: experts of layers {empty} are all 0, as of a kernel that hides its routing; check=False"
-            " takes them as they are"
+            f"{capture.path}: all experts of layers {empty} are number 0, so the kernel probably does not report its"
+            " routing; check=False returns them as they are"
         )
     return found
 
@@ -82,6 +82,6 @@ def _experts(capture: StoreReader) -> tuple[int, list[int]]:
     capture.sources("topk_ids")  # raises KeyError for a model without experts
     if "router_logits" not in capture:
         raise ValueError(
-            f"{capture.path} is too old to say how many experts the model has; read numpy('topk_ids') instead"
+            f"{capture.path} has an old format that does not record the number of experts; read numpy('topk_ids')"
         )
     return capture.shape("router_logits")[-1], capture.layers["topk_ids"]

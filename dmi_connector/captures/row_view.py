@@ -365,7 +365,7 @@ def _source(capture: StoreReader, hook: str, layer: Layers) -> tuple[str, list[i
     sources = capture.sources(hook, layer)
     names = {source.array for source in sources}
     if len(names) > 1:
-        raise ValueError(f"hook {hook!r} lies in several arrays {sorted(names)}: name one layer")
+        raise ValueError(f"hook {hook!r} lies in several arrays {sorted(names)}; name one layer")
     array = names.pop()
     stored = capture.attrs["hooks"][array]["layers"]
     inside: list[int | None] = [stored[source.index] if stored else None for source in sources]

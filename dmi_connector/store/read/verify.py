@@ -111,7 +111,7 @@ def unseen(attrs: dict[str, Any]) -> str | None:
     """The damage that cannot be detected in a store of an old format version; None if all can."""
     if not is_old(attrs):
         return None
-    return f"format {attrs['format_version']}: files of equal size that changed places are not seen"
+    return f"format {attrs['format_version']}: swapped files of equal size are not detected"
 
 
 class _Check:

@@ -149,8 +149,8 @@ def test_the_reason_for_an_absent_pattern_is_that_of_its_layer(cache_of: Callabl
     assert cache.why_absent("blocks.0.attn.hook_pattern") == why
     with pytest.raises(KeyError, match=f"'blocks.0.attn.hook_pattern' is not in the cache: {why}"):
         cache["blocks.0.attn.hook_pattern"]
-    assert cache.why_absent("attn.hook_pattern").endswith("name one, as in blocks.1.attn.hook_pattern")
-    assert cache.why_absent("attn.hook_rot_q").endswith("name one, as in blocks.1.attn.hook_rot_q")
+    assert cache.why_absent("attn.hook_pattern").endswith("needs a block, as in blocks.1.attn.hook_pattern")
+    assert cache.why_absent("attn.hook_rot_q").endswith("needs a block, as in blocks.1.attn.hook_rot_q")
     assert all(cache.absent.values())
 
 
