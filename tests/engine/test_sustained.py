@@ -112,7 +112,7 @@ def test_a_consumer_keeps_each_sixteenth_store(tmp_path: Path) -> None:
     stores = tmp_path / "stores"
     for n in range(33):
         (stores / f"{n:02}.zarr").mkdir(parents=True)
-        (stores / f"{n:02}.zarr" / "zarr.json").write_text("{}")
+        (stores / f"{n:02}.zarr" / "zarr.json").write_text('{"attributes": {"dmi": {}}}')
     (stores / "50.zarr.partial").mkdir()
     command = [sys.executable, "-m", "benchmarks.loads", str(stores), str(tmp_path / "kept")]
     done = subprocess.run(command, cwd=ROOT, input="", capture_output=True, text=True, check=True, timeout=600)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -59,6 +60,7 @@ from tests.probekit import save_probe
 from tests.trackerkit import DIMS, ask, generate, make_tracker
 
 Q = ArraySpec("q", "float32", (0, 1), 16)
+ROOT = '{"attributes": {"dmi": {}}}'
 
 # ---- one request ------------------------------------------------------------------------------------------------
 
@@ -222,8 +224,8 @@ def burst(directory: Path, quota: Quota, count: int) -> None:
     for number in range(count):
         store = directory / f"{number}.zarr"
         store.mkdir()
-        (store / "data").write_bytes(b"x" * 498)
-        (store / "zarr.json").write_text("{}")
+        (store / "data").write_bytes(b"x" * (500 - len(ROOT)))
+        (store / "zarr.json").write_text(ROOT)
         append_index(str(directory), {"event": "start", "store": store.name})
         append_index(str(directory), {"event": "finish", "store": store.name, "state": "complete"})
         quota.ended(str(store), nothing=False)
@@ -414,6 +416,7 @@ def names(directory: Path) -> list[str]:
 
 
 def test_prune_removes_the_oldest_stores_by_age_and_by_bytes(stores: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.zarr" / "zarr.json").write_text(ROOT)
     assert [s.path.name for s in prune(stores, older_than=4.5 * 3600, dry_run=True)] == ["s0.zarr"]
     assert len(names(stores)) == 5
     assert [s.path.name for s in prune(stores, older_than=4.5 * 3600)] == ["s0.zarr"]
@@ -426,6 +429,7 @@ def test_prune_removes_the_oldest_stores_by_age_and_by_bytes(stores: Path, tmp_p
     left = {p.name for p in stores.iterdir()}
     assert left == {"index.jsonl", "x.zarr.partial", "empty.zarr", "link.zarr"}
     assert (tmp_path / "elsewhere.zarr" / "zarr.json").exists(), "links must not be followed"
+    (stores / "link.zarr").unlink()
     assert find_captures(stores) == []
     assert [line["store"] for line in read_index(stores) if line["event"] == "remove"] == [
         f"s{i}.zarr" for i in range(5)
@@ -452,7 +456,7 @@ def test_stores_in_use_count_with_those_that_are_kept(held: tuple[int, ...], tmp
     for i in range(5):
         store = tmp_path / f"s{i}.zarr"
         store.mkdir()
-        (store / "zarr.json").write_text("{}".ljust(size))
+        (store / "zarr.json").write_text(ROOT.ljust(size))
         os.utime(store / "zarr.json", (1000 + i, 1000 + i))
     locks = [share(tmp_path / f"s{i}.zarr") for i in held]
     try:
@@ -641,6 +645,43 @@ def test_dmi_prune_removes_by_age_and_bytes_and_refuses_bad_values(
         with pytest.raises(SystemExit):
             main(["prune", str(stores), *flags])
         assert "give an integer" in capsys.readouterr().err or flags[1] == "-1"
+
+
+def test_other_zarr_stores_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, text in {"mine": '{"attributes": {}}', "array": "[]", "damaged": "{", "old": ROOT}.items():
+        (tmp_path / f"{name}.zarr").mkdir()
+        (tmp_path / f"{name}.zarr" / "zarr.json").write_text(text)
+        os.utime(tmp_path / f"{name}.zarr" / "zarr.json", (0, 0))
+    Keeper(str(tmp_path), measure=True, retain_seconds=60).round()
+    assert {path.name for path in tmp_path.glob("*.zarr")} == {"mine.zarr", "array.zarr", "damaged.zarr"}
+    assert f"skip {tmp_path}/damaged.zarr: its zarr.json cannot be read" in caplog.text
+
+
+def test_directories_that_cannot_be_read_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tests may run as root, who can read all directories."""
+    stores, root = tmp_path / "stores", tmp_path / "root"
+    for path in (stores / "old.zarr", stores / "closed.zarr", root / "deep" / "a.zarr", root / "lost+found"):
+        path.mkdir(parents=True)
+        (path / "zarr.json").write_text(ROOT)
+        os.utime(path / "zarr.json", (0, 0))
+    lstat, scandir = os.lstat, os.scandir
+
+    def unless_closed(of: Any, path: Any, **more: Any) -> Any:
+        if "closed.zarr" in str(path) or str(path).endswith("lost+found"):
+            raise PermissionError(13, "Permission denied", path)
+        return of(path, **more)
+
+    monkeypatch.setattr(os, "lstat", functools.partial(unless_closed, lstat))
+    monkeypatch.setattr(os, "scandir", functools.partial(unless_closed, scandir))
+    keeper = Keeper(str(stores), [str(root)], measure=True, retain_seconds=60)
+    keeper.round()
+    keeper.round()
+    assert not (stores / "old.zarr").exists() and (stores / "closed.zarr").exists()
+    usage = read_usage(str(stores))
+    assert usage is not None and usage.nbytes == len(ROOT)
+    assert caplog.text.count("closed.zarr: ") == 1 and caplog.text.count("lost+found: ") == 1
 
 
 def test_dmi_ls_stats_adds_up_the_captures_of_a_directory(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:

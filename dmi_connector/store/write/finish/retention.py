@@ -7,6 +7,7 @@ no reader finds a part of it. Then a line in the index records the removal, and 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 from dmi_connector.store.format.linux import check_linux
 from dmi_connector.store.format.locks import claim, is_abandoned
 from dmi_connector.store.format.paths import no_follow
-from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
+from dmi_connector.store.format.schema import ATTR_KEY, INDEX_NAME, PARTIAL_SUFFIX
 from dmi_connector.store.write.finish.commit import append_index, now
 from dmi_connector.store.write.finish.ended import EndedCaptures
 
@@ -65,6 +66,7 @@ class StoreSizes:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], tuple[int, float]] = {}
+        self._captures: dict[tuple[str, int], bool] = {}
 
     def of(self, entry: os.DirEntry[str]) -> int:
         """Bytes of the files of a store, finished or not."""
@@ -73,6 +75,14 @@ class StoreSizes:
     def forget_others(self, paths: Container[str]) -> None:
         """Forget stores whose path is not in `paths`: they were removed."""
         self._known = {key: found for key, found in self._known.items() if key[0] in paths}
+        self._captures = {key: found for key, found in self._captures.items() if key[0] in paths}
+
+    def is_capture(self, entry: os.DirEntry[str]) -> bool:
+        """Whether the root document of a store is that of a capture. It is read once."""
+        key = (entry.path, entry.inode())
+        if key not in self._captures:
+            self._captures[key] = _is_capture(entry.path)
+        return self._captures[key]
 
     def look(self, entry: os.DirEntry[str]) -> tuple[int, float]:
         """(bytes, when the root document was written in seconds since the epoch; 0 without a root document)."""
@@ -91,6 +101,27 @@ def _finished(store: str) -> float | None:
         return os.lstat(os.path.join(store, "zarr.json")).st_mtime
     except FileNotFoundError:
         return None
+    except PermissionError as error:
+        _tell(store, str(error))
+        return None
+
+
+def _is_capture(store: str) -> bool:
+    """Whether a Zarr store is a capture. False if its root document cannot be read."""
+    try:
+        with open(os.path.join(store, "zarr.json"), opener=no_follow) as f:
+            return ATTR_KEY in json.load(f)["attributes"]
+    except FileNotFoundError:
+        return False  # it has just been removed
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        _tell(store, f"its zarr.json cannot be read: {error!r}")
+        return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _tell(path: str, why: str) -> None:
+    """Log that a directory is skipped, once."""
+    logger.warning("dmi: retention and measuring skip %s: %s", path, why)
 
 
 def _tree_bytes(path: str) -> int:
@@ -110,6 +141,11 @@ def _stores(directory: str | os.PathLike[str], deep: bool = False) -> Iterator[o
         with os.scandir(directory) as found:
             entries = [entry for entry in found if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
+        return
+    except PermissionError as error:
+        if not deep:
+            raise
+        _tell(os.fspath(directory), str(error))  # such as lost+found
         return
     for entry in entries:
         if ".zarr" in entry.name:
@@ -141,13 +177,16 @@ def measure(directory: str, roots: Sequence[str] = (), sizes: StoreSizes | None 
 
 
 def finished_stores(directory: str | os.PathLike[str], sizes: StoreSizes | None = None) -> list[StoredCapture]:
-    """The finished stores directly in a directory, oldest first. sizes: as in `measure`."""
+    """The finished captures directly in a directory, oldest first. Other Zarr stores are left out.
+
+    sizes: as in `measure`.
+    """
     sizes = sizes or StoreSizes()
     found = []
     for entry in _stores(directory):
         if entry.name.endswith(".zarr"):
             finished = _finished(entry.path)
-            if finished is not None:  # else it is not a store, or has just been removed
+            if finished is not None and sizes.is_capture(entry):  # else it is not a capture, or was just removed
                 found.append(StoredCapture(Path(entry.path), finished, sizes.of(entry)))
     return sorted(found, key=lambda store: store.finished)
 
