@@ -9,7 +9,11 @@ from pathlib import Path
 from dmi_connector.bulk.engines import Answer
 from dmi_connector.bulk.order import Placed
 from dmi_connector.bulk.prompts import Prompt
+from dmi_connector.store.format.locks import is_abandoned
 from dmi_connector.store.read.index import CaptureInfo
+
+_GONE_S = 120.0
+"""Seconds after an answer. If the capture then has neither a line in the index nor a store, it has failed."""
 
 
 @dataclass
@@ -37,3 +41,15 @@ class Flight:
 def failed(store: Path, reason: str) -> CaptureInfo:
     """The information of a failed capture that has no line in the index."""
     return CaptureInfo(store, None, None, "failed", reason, "", None, None, None)
+
+
+def why_abandoned(path: Path | None, age: float) -> str:
+    """Why the store at `path`, which is not finished, will not be finished; "" if it may be.
+
+    path: None if no store exists. age: seconds since the answer.
+    """
+    if path is not None and is_abandoned(f"{path}.partial"):
+        return "its writers ended before it was finished"
+    if age > _GONE_S and (path is None or not Path(f"{path}.partial").exists()):
+        return "it has no store and no line in the index, as after a full disk"
+    return ""

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from dmi_connector.bulk.budget import Budget
 from dmi_connector.bulk.engines import Answer, Death, Engines
-from dmi_connector.bulk.flight import Flight, failed
+from dmi_connector.bulk.flight import Flight, failed, why_abandoned
 from dmi_connector.bulk.manifest import Manifest, cannot_write
 from dmi_connector.bulk.order import Placed, Rows
 from dmi_connector.bulk.progress import Counts, Progress
@@ -21,7 +21,7 @@ from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
 from dmi_connector.bulk.recovery import Recovered, position_of, settle_left, store_key
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import OWN_ENDS
-from dmi_connector.store.format.locks import is_abandoned, lock_alone
+from dmi_connector.store.format.locks import lock_alone
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.index import IndexTail, info_of
 from dmi_connector.store.read.metadata import read_attrs
@@ -297,9 +297,10 @@ class Run:
             elif gone:
                 del self._flights[flight.placed.position]
                 self.outcome.lost += 1
-            elif path is not None and is_abandoned(f"{path}.partial"):
+            elif why := why_abandoned(path, time.monotonic() - flight.answered_at):
                 if flight.abandoned:  # on the second check: a rename may fall between the two checks above
-                    flight.captured = failed(path, "its writers ended before it was finished")
+                    key = store_key(self._run, flight.placed.position)
+                    flight.captured = failed(path or self._out / f"{key}.zarr", why)
                     self._settle(flight)
                 flight.abandoned = True
 

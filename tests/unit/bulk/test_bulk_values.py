@@ -219,7 +219,9 @@ yet.
         ("store", FAR, False, 1, "flies"),
         ("store", FAR, True, 1, "done"),
         ("store", None, True, 1, "flies"),
-        ("nothing", LONG_AGO, False, 2, "flies"),
+        ("nothing", LONG_AGO, False, 1, "flies"),
+        ("nothing", LONG_AGO, False, 2, "again"),
+        ("nothing", -60.0, False, 2, "flies"),
         ("nothing", FAR, True, 1, "lost"),
         ("partial", LONG_AGO, False, 1, "flies"),
         ("partial", LONG_AGO, False, 2, "again"),
@@ -230,7 +232,9 @@ yet.
 def test_a_store_without_an_index_line_is_looked_up_by_path(
     there: str, came: float | None, gone: bool, looks: int, wanted: str, store: Path, tmp_path: Path
 ) -> None:
-    """A partial store that has no writer in two checks has failed. Without an engine, its prompt is lost."""
+    """A partial store that has no writer in two checks has failed. So has a capture that has no store long after its
+    answer. Without an engine, its prompt is lost.
+    """
     out = tmp_path / "out"
     out.mkdir()
     run: Run = start_run(write_prompts(tmp_path / "p.jsonl", 3), out, FakeEngines(store, out))
@@ -253,7 +257,9 @@ def test_a_store_without_an_index_line_is_looked_up_by_path(
         assert again == Flight(flight.placed, flight.prompt, tries=2)
         assert flight.captured is not None
         assert (flight.captured.state, flight.captured.store) == ("failed", final)
-        assert flight.captured.reason == "its writers ended before it was finished"
+        lacks = "it has no store and no line in the index, as after a full disk"
+        wanted = lacks if there == "nothing" else "its writers ended before it was finished"
+        assert flight.captured.reason == wanted
 
 
 def test_stores_that_wait_for_their_upload_are_counted(tmp_path: Path) -> None:
