@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -22,6 +23,18 @@ _THREADS_END_S = 5.0
 """Maximum time to wait for the threads of a process that has ended."""
 _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Turns off numpy's thread pools, which would only use memory."""
+
+
+def allow_open_files(most: int | None = None) -> int:
+    """Raise this process's limit of open files to `most`, or as far as allowed. Returns the new limit.
+
+    most: None for as many as allowed.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    unlimited = hard == resource.RLIM_INFINITY
+    soft = hard if most is None else most if unlimited else min(hard, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
 
 
 class Child:

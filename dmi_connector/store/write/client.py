@@ -19,7 +19,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -311,11 +311,23 @@ class StoreClient:
         arguments += ["--cores", ",".join(map(str, sorted(cores))), "--engine-pid", str(os.getpid())]
         arguments += ["--drain-seconds", str(self.settings.shutdown_seconds)]
         fds = [self.ring.fd, life]
-        child = Child("the coordinator", COORDINATOR, arguments, fds, self._on_message, self._on_death, apart=True)
-        os.close(life)
+        try:
+            child = Child("the coordinator", COORDINATOR, arguments, fds, self._on_message, self._on_death, apart=True)
+        except OSError:
+            os.close(self._life)
+            raise
+        finally:
+            os.close(life)
         for layout in self._layouts.values():
             child.post(layout)
         return child
+
+    def _stop_capturing(self, reason: str, lost: Iterable[OpenCapture]) -> None:
+        """End capture for good, because there is no coordinator. lost: captures that ended with it."""
+        self._broken = f"{reason}: nothing is captured until the engine is started again"
+        self._note(self._broken)
+        for capture in lost:
+            self._write_failed(capture)
 
     def _on_death(self, child: Child, how: str) -> None:
         """Kill the writers of the dead coordinator, reclaim its ring memory, and start a new coordinator."""
@@ -342,12 +354,15 @@ class StoreClient:
                 return
             self._note(reason)
             if short:
-                self._broken = f"{reason}, soon after its start: nothing is captured until the engine is started again"
-                self._note(self._broken)
-                for capture in lost:
-                    self._write_failed(capture)
+                self._stop_capturing(f"{reason}, soon after its start", lost)
                 return
-            self._child = self._spawn()
+            try:
+                self._child = self._spawn()
+            except OSError as error:  # for example, no more processes or file descriptors are allowed
+                for capture in closing:
+                    self._end(capture, "failed", reason)
+                self._stop_capturing(f"{reason}, and a new one cannot be started: {error}", lost)
+                return
             for capture in lost:  # a closed capture may have a store, then its answer says so
                 number = capture.number if capture in closing else None
                 self._child.post({"type": "lost", "id": number, "reason": reason, **capture.names})

@@ -19,7 +19,6 @@ import argparse
 import ctypes
 import mmap
 import os
-import resource
 import select
 import signal
 import sys
@@ -37,6 +36,7 @@ from dmi_connector.store.format.paths import UMASKS
 from dmi_connector.store.write.arrays.array_writer import ArrayWriter, metadata_elsewhere, write_loss
 from dmi_connector.store.write.arrays.plain import Costs
 from dmi_connector.store.write.arrays.shard_writer import FileCache
+from dmi_connector.store.write.child_process import allow_open_files
 from dmi_connector.store.write.finish.commit import (
     Commit,
     append_index,
@@ -311,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
         comm.write("dmi-writer")
     for codec in CODECS.values():
         codec.set_up_writer()
-    open_files = _allow_open_files()
+    open_files = allow_open_files(_OPEN_FILES)
     # Only answers may be written to the pipe. All other output goes to standard error.
     answers = os.dup(1)
     os.dup2(2, 1)
@@ -332,14 +332,6 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         return 0  # the coordinator is gone; partial directories stay for a repair
     return 0
-
-
-def _allow_open_files() -> int:
-    """Raise the limit of open files as far as allowed. Returns the new limit."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    soft = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return soft
 
 
 def _only_idle_time() -> None:

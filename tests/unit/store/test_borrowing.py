@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.client import OpenCapture, StoreClient
-from dmi_connector.store.write.coordinator import writer_pool
+from dmi_connector.store.write.coordinator import borrowing, writer_pool
 from dmi_connector.store.write.coordinator.capture_record import CaptureRecord, State
 from dmi_connector.store.write.finish.repair import repair
 from dmi_connector.store.write.finish.retention import prune, remove_store
@@ -240,6 +241,17 @@ def damage(tmp_path: Path, how: str) -> None:
         data = bytearray(shard.read_bytes())
         data[5] ^= 1
         shard.write_bytes(data)
+
+
+def test_the_reason_is_that_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hold(error: OSError) -> str:
+        monkeypatch.setattr(borrowing, "hold_source", Mock(side_effect=error))
+        known = borrowing.Borrowed(Mock(), "a.zarr", "r", 16, np.zeros(16, "<i4"), None)
+        known.hold()
+        return known.error
+
+    assert hold(FileNotFoundError(2, "No such file")) == "it is gone"
+    assert "Too many open files" in hold(OSError(24, "Too many open files"))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import contextlib
 import os
 import queue
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,3 +64,15 @@ def test_join_kills_the_process_that_detached(detached: tuple[Child, queue.Queue
     child, deaths = detached
     assert not child.join(0.1)
     assert deaths.get(timeout=PATIENCE) == "killed"
+
+
+def test_a_process_may_open_as_many_files_as_its_hard_limit_allows() -> None:
+    program = """
+import resource
+from dmi_connector.store.write.child_process import allow_open_files
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, min(hard, 512)))
+print(allow_open_files(100), allow_open_files(4096), allow_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["100", "512", "512", "512"]

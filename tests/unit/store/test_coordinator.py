@@ -298,6 +298,32 @@ def test_captures_fail_after_a_coordinator_died_soon_after_its_start(
     assert found["lost.zarr"].reason == lost.reason and found["a.zarr"].reason == capture.reason
 
 
+def test_captures_fail_if_no_other_coordinator_can_be_started(
+    client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of their rows is free again, also that of rows which come later."""
+    monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 0.0)
+    closing, lost = begin(client, tmp_path / "closing.zarr"), begin(client, tmp_path / "lost.zarr")
+    os.kill(coordinator(client), signal.SIGSTOP)
+    send(client, closing, 0)
+    closing.close(128, {}, IDS[:128])
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def no_process(*args: Any, **named: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr("dmi_connector.store.write.client.Child", no_process)
+    os.kill(coordinator(client), signal.SIGKILL)
+    until(lambda: client._broken is not None)
+    assert (closing.state, lost.state) == ("failed", "failed")
+    assert "cannot be started: no more processes: nothing is captured until" in str(client._broken)
+    assert len(os.listdir("/proc/self/fd")) < descriptors
+    later = begin(client, tmp_path / "later.zarr")
+    send(client, later, 0)
+    assert later.state == "failed" and client.ring.used == 0
+    until(lambda: {info.state for info in find_captures(tmp_path)} == {"failed"})
+
+
 def test_the_coordinator_ignores_signals_and_has_its_own_process_group(client: StoreClient, tmp_path: Path) -> None:
     begin(client, tmp_path / "first.zarr").close(0)
     assert client.flush(PATIENCE)  # the coordinator is running now

@@ -52,10 +52,10 @@ class Borrowed:
     """The rows [0, rows) of the capture `record`, which it borrows from the store `final`.
 
     request_id: the request of that store. token_ids: int32 [rows]. source: the capture of that store while it is
-    running, else None. fd: file descriptor of the store's directory, open until the rows are copied. due: whether all
-    these rows have arrived at the source. marks: writers of the source that have not confirmed the rows yet; None
-    before they are asked. posted: whether the writers of `record` were asked to copy, or nothing can be copied.
-    copying: writers of `record` that have not answered yet, one entry per message.
+    running, else None. fd: file descriptor of the store's directory, open until the rows are copied. error: why there
+    is none. due: whether all these rows have arrived at the source. marks: writers of the source that have not
+    confirmed the rows yet; None before they are asked. posted: whether the writers of `record` were asked to copy, or
+    nothing can be copied. copying: writers of `record` that have not answered yet, one entry per message.
     """
 
     record: CaptureRecord
@@ -65,6 +65,7 @@ class Borrowed:
     token_ids: np.ndarray
     source: CaptureRecord | None
     fd: int | None = None
+    error: str = "it is gone"
     due: bool = False
     marks: set[Child] | None = None
     posted: bool = False
@@ -80,8 +81,10 @@ class Borrowed:
         if self.fd is None:
             try:
                 self.fd = hold_source(self.final)
-            except OSError:
+            except FileNotFoundError:
                 self.fd = None  # if not created yet, `_post` tries again; if removed, the rows are lost
+            except OSError as error:
+                self.fd, self.error = None, str(error)
 
     def release(self) -> None:
         """Close the directory of the source."""
@@ -264,7 +267,7 @@ class Borrowing:
             return [not_borrowed(known.final, error, rows)]
 
         if known.fd is None:
-            return lost("it is gone")
+            return lost(known.error)
         if known.source is not None:
             wrong = known.source.check.wrong_rows()
             ids, came = known.source.check.rows()

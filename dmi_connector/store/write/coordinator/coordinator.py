@@ -35,6 +35,7 @@ from dmi_connector.store.format.completeness import OWN_ENDS, Cause, Loss, losse
 from dmi_connector.store.format.locks import hold_life_lock
 from dmi_connector.store.format.paths import UMASKS
 from dmi_connector.store.format.schema import listed_bytes
+from dmi_connector.store.write.child_process import allow_open_files
 from dmi_connector.store.write.coordinator.capture_record import CaptureRecord, State
 from dmi_connector.store.write.coordinator.captures import Captures
 from dmi_connector.store.write.finish.commit import append_failed, append_finish, finished_attrs, raw_bytes
@@ -321,6 +322,7 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     hold_life_lock()
+    allow_open_files()  # each capture that borrows rows holds the directory of its source
     with open("/proc/self/comm", "w") as comm:
         comm.write("dmi-coordinator"[:15])  # the kernel keeps 15 characters
     answers = os.dup(1)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import select
 import sys
 import threading
@@ -25,6 +24,7 @@ from pathlib import Path
 from dmi_connector.store.format.locks import hold_life_lock, hold_upload, share
 from dmi_connector.store.format.paths import UMASKS
 from dmi_connector.store.format.remote_path import RemotePath
+from dmi_connector.store.write.child_process import allow_open_files
 from dmi_connector.store.write.finish.upload import RemoteIndexPart, finish_upload, note_failure
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, write_all
 from dmi_connector.urls import parse_url
@@ -143,8 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--file-mode", choices=tuple(UMASKS), required=True, help="permissions of the index")
     args = parser.parse_args(argv)
     os.nice(_NICE)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each waiting store has an open, locked file
+    allow_open_files()  # each waiting store has an open, locked file
     os.umask(UMASKS[args.file_mode])
     hold_life_lock()  # it may outlive a killed coordinator, and it removes local copies
     with open("/proc/self/comm", "w") as comm:
