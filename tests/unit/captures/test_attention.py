@@ -39,6 +39,7 @@ def by_definition(q: np.ndarray, k: np.ndarray, head: int, facts: dict[str, Any]
         found *= facts.get("scale", SIZE**-0.5)
         if cap := facts.get("soft_cap"):
             found = cap * np.tanh(found / cap)
+        found -= facts.get("alibi_slopes", [0] * HEADS)[head] * (query - np.array(keys))
         shares = np.exp(found)
         weights[query, keys] = shares / shares.sum()
     return weights
@@ -50,6 +51,7 @@ def by_definition(q: np.ndarray, k: np.ndarray, head: int, facts: dict[str, Any]
     [
         {"scale": 0.2},
         {"soft_cap": 1.5},
+        {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
         {"windows": [None, 5]},
         {"windows": [3, None]},
         {"chunks": [None, 6]},
