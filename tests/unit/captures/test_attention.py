@@ -71,6 +71,7 @@ def test_weights_follow_the_parameters_of_the_layer(
         wanted = by_definition(q, k, head, facts)
         for first in (0, 11, TOKENS - 1):
             found = weights_of_head(capture, 1, head, q[first:], k, first)
+            assert found.dtype == np.float32
             np.testing.assert_allclose(found, wanted[first:], rtol=1e-4, atol=1e-6)
             found = window_of_head(capture, 1, head, q[first:], k, first)
             sums = np.hstack([wanted[first:, :first].sum(axis=1, keepdims=True), wanted[first:, first:]])
