@@ -142,6 +142,16 @@ def test_a_ragged_dataset_has_all_rows(captures: Captures, written: tuple[Path, 
         captures.xarray([])
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_dataset_names_its_stores_and_layers(captures: Captures, padded: bool) -> None:
+    ds, each = captures.xarray("z", padded=padded), "capture" if padded else "store_number"
+    assert ds["store"].dims == ds["key"].dims == (each,)
+    assert ds["store"].values.tolist() == ["s0.zarr", "s1.zarr", "s2.zarr"]
+    assert ds["layer_z"].values.tolist() == [0, 1]
+    rows = [*range(20), *range(9), *range(8)]
+    assert padded or ds["row"].values.tolist() == rows
+
+
 def test_a_padded_dataset_is_as_long_as_the_longest(captures: Captures, written: tuple[Path, list[kit.Values]]) -> None:
     ds = captures.xarray(["z", "topk_ids@0"], padded=True)
     assert ds["z"].dims == ("layer_z", "capture", "row", "z_width") and ds["z"].shape == (2, 3, 20, 4)
