@@ -175,6 +175,14 @@ def test_keys_that_names_do_not_hold_are_found_too(tmp_path: Path, key: str) -> 
     assert (found.store.name, found.bytes) == (name, 5)
 
 
+def test_a_last_line_without_a_line_break_is_found_by_its_key(tmp_path: Path) -> None:
+    for number in (1, 2):
+        start(tmp_path, store_name("k", f"r{number}"), str(number), key="k", request_id=f"r{number}")
+    whole = (tmp_path / INDEX_NAME).read_bytes()
+    (tmp_path / INDEX_NAME).write_bytes(whole.removesuffix(b"\n"))
+    assert [info.request_id for info in find_captures(tmp_path, key="k")] == ["r1", "r2"]
+
+
 def test_an_empty_index_has_nothing(tmp_path: Path) -> None:
     (tmp_path / INDEX_NAME).touch()
     assert find_captures(tmp_path) == find_captures(tmp_path, key="k") == []
