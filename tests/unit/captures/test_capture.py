@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dmi_connector.analysis.export.safetensors import export_safetensors
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.layout import ArraySpec
-from dmi_connector.reduce import parse
+from dmi_connector.reduce.int8 import Int8
 from dmi_connector.store.format.schema import effective_grid
 from dmi_connector.store.read.arrays.hook_values import HookValues
 from dmi_connector.store.read.files.open_files import files_of
@@ -103,7 +103,7 @@ def test_aliases_read_the_rows_of_the_hooks_they_stand_for(written: tuple[Captur
 
 def test_a_reduced_array_and_another_are_joined_as_float32(stores: kit.Store, tmp_path: Path) -> None:
     """resid_post has the rows of resid_pre, and those of resid_final after the last layer."""
-    settings = {**parse("int8").settings(), "width": 8, "dtype": "float32"}
+    settings = {**Int8().settings(), "width": 8, "dtype": "float32"}
     final = ArraySpec("resid_final", "uint8", (), 12, reduce=settings)
     values = {"resid_pre": kit.random_bits(ARRAYS[0], 20), "resid_final": np.full((1, 20, 12), 60, np.uint8)}
     stores.write(tmp_path / "a.zarr", [ARRAYS[0], final], 20, values=values, attrs={"num_layers": 4})
