@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
+from dmi_connector.reduce.tensors import FloatTensors
 from dmi_connector.view.latents import Latents
 
 WIDTH, LATENTS = 8, 23
@@ -44,6 +45,15 @@ def test_gemma_scope_is_jumprelu_without_a_shift(tmp_path: Path) -> None:
     (tmp_path / "params.npz").write_bytes(b"PK\3\4 torn")
     with pytest.raises(ValueError, match=r"params\.npz holds no tensors .*; give a file of safetensors"):
         SparseEncoder.load(tmp_path)
+
+
+def test_arrays_of_numpy_are_read_as_float32(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", wide=WEIGHT.astype(np.float64), half=WEIGHT.astype(np.float16))
+    tensors = FloatTensors(tmp_path / "a.npz")
+    for name, tolerance in (("wide", 0), ("half", 1e-3)):
+        found = tensors.get(name)
+        assert found is not None and found.dtype == np.float32
+        np.testing.assert_allclose(found, WEIGHT, rtol=tolerance)
 
 
 class Runs:
