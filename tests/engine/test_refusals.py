@@ -220,7 +220,8 @@ def test_hooks_that_no_rank_has_are_refused(tmp_path: Path, arch: str, hooks: st
     extra = {"hooks": hooks}
     capture_context(vllm_config(model, tmp_path / "captures", extra))
     with pytest.raises(
-        ValueError, match=r"tensor_parallel_size: with 2, ranks of .* does not support; set it to 1, or take them out"
+        ValueError,
+        match=r"tensor_parallel_size: capture does not support how 2 ranks of .*; set it to 1, or take them out",
     ):
         capture_context(vllm_config(model, tmp_path / "captures", extra, **two))
     capture_context(vllm_config(model, tmp_path / "captures", {"hooks": "hidden-states,z"}, **two))
