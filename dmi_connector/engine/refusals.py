@@ -71,7 +71,7 @@ def _check_connector(vllm_config: VllmConfig) -> None:
     pool = asked(vllm_config) == POOL
     if pool and transfer.kv_connector != POOL_CONNECTOR:
         raise ValueError(
-            f"kv_connector: owner='pool' needs vLLM's hybrid cache manager, which {transfer.kv_connector!r} turns off; "
+            f"kv_connector: {transfer.kv_connector!r} turns off vLLM's hybrid cache manager, which owner='pool' needs; "
             f"set it to {POOL_CONNECTOR!r}, as capture_args() does"
         )
     if not pool and transfer.kv_connector == POOL_CONNECTOR:

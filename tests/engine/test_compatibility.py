@@ -53,7 +53,10 @@ def beside(other: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
             for name in CONNECTORS
         ),
         ({"kv_sharing_fast_prefill": True}, r"kv_sharing_fast_prefill: True .*; remove --kv-sharing-fast-prefill"),
-        ({"runner": "pooling"}, r"runner: 'pooling' (computes no logits; take them|skips .* use owner='target')"),
+        (
+            {"runner": "pooling"},
+            r"runner: ('pooling' computes no logits; take them|with 'pooling', vLLM skips .* use owner='target')",
+        ),
     ],
     ids=["prompt-embeds", "offloading-size", *CONNECTORS, "fast-prefill", "pooling-logits"],
 )
